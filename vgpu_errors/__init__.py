@@ -1,0 +1,305 @@
+"""The one tree of errors, by who must act: user, node, image, registry, runtime, bug.
+
+A class's docstring is its message; the names in braces are its keyword arguments.
+`exit_code` is unique over the whole tree (tests/unit/test_errors.py), `remedy` says what to do about it.
+Imports nothing, because the hook and the runtime shim load it at every container start.
+"""
+
+from collections.abc import Iterator
+
+
+class VgpuError(Exception):
+    """{what}"""
+
+    exit_code = 1
+    remedy = "Please report this with the output of 'vgpu doctor --json'."
+
+    def __init__(self, **fields: object) -> None:
+        self.fields = fields
+        template = type(self).__doc__ or "{what}"
+        super().__init__(template.strip().format_map(_Named(fields)))
+        if fields.get("remedy"):
+            self.remedy = str(fields["remedy"])
+
+    @property
+    def message(self) -> str:
+        """What failed and on which object, one line."""
+        return str(self)
+
+    def to_json(self) -> dict[str, object]:
+        """The form that crosses the agent's socket and `--json` output."""
+        return {
+            "class": type(self).__name__,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
+
+
+class _Named(dict[str, object]):
+    """Leaves an unknown name in the message rather than fail while reporting a failure."""
+
+    def __missing__(self, key: str) -> str:
+        return "{" + key + "}"
+
+
+def from_json(doc: dict[str, object]) -> VgpuError:
+    """Rebuild an error that another process sent with `to_json`."""
+    name, message = str(doc.get("class", "")), str(doc.get("message", "unknown error"))
+    for cls in all_errors():
+        if cls.__name__ == name:
+            error = cls.__new__(cls)
+            Exception.__init__(error, message)
+            error.fields = {}
+            error.remedy = str(doc.get("remedy", cls.remedy))
+            return error
+    return VgpuError(what=message)
+
+
+def all_errors(root: type[VgpuError] = VgpuError) -> Iterator[type[VgpuError]]:
+    """Every class of the tree, parents first."""
+    yield root
+    for child in root.__subclasses__():
+        yield from all_errors(child)
+
+
+# ---- user: 10-19 ---------------------------------------------------------------------------------
+
+
+class UserError(VgpuError):
+    """{what}"""
+
+    exit_code = 10
+    remedy = "Correct the command line; '--help' lists what it takes."
+
+
+class BadConfiguration(UserError):
+    """{path}: {what}"""
+
+    exit_code = 11
+    remedy = "Correct the file, or remove it and run 'vgpu setup podman' again."
+
+
+class NeedsRoot(UserError):
+    """{what} needs root."""
+
+    exit_code = 12
+    remedy = "Run it as root; engines refuse checkpoint and restore to other users anyway."
+
+
+class NoSuchContainer(UserError):
+    """No container named {container} is known here."""
+
+    exit_code = 13
+    remedy = "'vgpu ps' lists the GPU containers of this node."
+
+
+class NoSuchImage(UserError):
+    """{path} holds no checkpoint: {what}"""
+
+    exit_code = 14
+    remedy = "Name a checkpoint directory, an archive made by 'podman container checkpoint --export', or an image."
+
+
+class UnsupportedRequest(UserError):
+    """{what}"""
+
+    exit_code = 15
+    remedy = "Leave the option out."
+
+
+# ---- node: 20-49 ---------------------------------------------------------------------------------
+
+
+class NodeError(VgpuError):
+    """{what}"""
+
+    exit_code = 20
+    remedy = "'vgpu doctor' says what this node lacks."
+
+
+class AgentUnreachable(NodeError):
+    """The node agent does not answer on {socket}: {what}"""
+
+    exit_code = 21
+    remedy = "Look at 'systemctl status vgpu-agent' or start 'vgpu-agent' by hand to see why."
+
+
+class AgentRefused(NodeError):
+    """The node agent refused {verb}: {what}"""
+
+    exit_code = 22
+    remedy = "The agent serves root alone; see spec/agent-protocol.md for what it accepts."
+
+
+class DeadlineExceeded(NodeError):
+    """{phase} took longer than {seconds} s."""
+
+    exit_code = 23
+    remedy = "The step was undone. Raise the deadline in /etc/vgpu/runtime.conf if the node is merely slow."
+
+
+class DriverMissing(NodeError):
+    """No NVIDIA driver library could be loaded: {what}"""
+
+    exit_code = 24
+    remedy = "Install the NVIDIA driver (570 or newer) or put the folder of libcuda.so.1 into 'driver_dir' of /etc/vgpu/runtime.conf."
+
+
+class DriverCallFailed(NodeError):
+    """{call} failed on process {pid}: {code} ({name})"""
+
+    exit_code = 25
+    remedy = "'vgpu doctor' shows the process's driver state; the steps before were undone."
+
+
+class GpuProcessUnreadable(NodeError):
+    """Process {pid} ({comm}) of {container} holds {path}, but the driver knows no checkpointable state of it: {what}"""
+
+    exit_code = 26
+    remedy = "Wait until the process has finished its CUDA initialisation, or stop it before the checkpoint."
+
+
+class NotEnoughDeviceMemory(NodeError):
+    """Device {device} has {free_bytes} bytes free, process {pid} needs {needed_bytes}."""
+
+    exit_code = 27
+    remedy = "Free device memory on that GPU or choose another node."
+
+
+class NotEnoughSpace(NodeError):
+    """{path} has {free_bytes} bytes free, the checkpoint needs about {needed_bytes}."""
+
+    exit_code = 28
+    remedy = "Free space there or give the engine another storage location."
+
+
+class NodeUnfit(NodeError):
+    """This node cannot run the checkpoint: {what}"""
+
+    exit_code = 30
+    remedy = "Each finding above names its own remedy."
+
+
+class ToolMissing(NodeError):
+    """{tool} was not found on this node: {what}"""
+
+    exit_code = 31
+    remedy = "Install it; 'vgpu doctor' lists what a node needs."
+
+
+class CheckpointFailed(NodeError):
+    """{what}"""
+
+    exit_code = 32
+    remedy = "The container goes on running as before; the log named above has the cause."
+
+
+class RestoreFailed(NodeError):
+    """{what}"""
+
+    exit_code = 33
+    remedy = "The checkpoint is unharmed; mend the cause and restore again."
+
+
+# ---- image: 50-69 --------------------------------------------------------------------------------
+
+
+class ImageError(VgpuError):
+    """{where}: {what}"""
+
+    exit_code = 50
+    remedy = "The checkpoint is damaged or was made by something else; take another copy."
+
+
+class Truncated(ImageError):
+    """{where} ends after {found} bytes where {needed} are needed."""
+
+    exit_code = 51
+
+
+class ContentMismatch(ImageError):
+    """{where}: content differs from the signed digest ({what})"""
+
+    exit_code = 52
+
+
+class FormatTooNew(ImageError):
+    """{where} has format version {found}; this version reads {known}."""
+
+    exit_code = 53
+    remedy = "Use a newer vgpu-snapshot on this node."
+
+
+class UnknownFeature(ImageError):
+    """{where} requires the feature {feature}, which this version does not know."""
+
+    exit_code = 54
+    remedy = "Use a newer vgpu-snapshot on this node."
+
+
+class LimitExceeded(ImageError):
+    """{where}: {what} is {found}, the limit is {limit}."""
+
+    exit_code = 55
+
+
+class UnsafeName(ImageError):
+    """{where}: the file name {name} is not allowed in a checkpoint."""
+
+    exit_code = 56
+
+
+class Unsigned(ImageError):
+    """{where} carries no signature."""
+
+    exit_code = 60
+    remedy = "Make the checkpoint through vgpu-runtime, which signs it, or relax /etc/vgpu/policy.json."
+
+
+class UntrustedKey(ImageError):
+    """{where} is signed by the key {key}, which this node does not trust."""
+
+    exit_code = 61
+    remedy = "If you trust its maker, copy that node's /etc/vgpu/node.pub here and run 'vgpu trust add node.pub'."
+
+
+class BadSignature(ImageError):
+    """{where}: the signature does not hold ({what})."""
+
+    exit_code = 62
+    remedy = "The checkpoint was changed after it was signed; take another copy."
+
+
+class ConfigurationChanged(ImageError):
+    """The container's configuration differs from the signed one: {what}"""
+
+    exit_code = 63
+    remedy = "Somebody changed the container's settings inside the archive; take an unchanged copy."
+
+
+# ---- registry: 70-79 (registry transfer) ---------------------------------------------------------
+
+
+class RegistryError(VgpuError):
+    """{where}: {what}"""
+
+    exit_code = 70
+    remedy = "Look at the registry's own log, or try again later."
+
+
+# ---- runtime and engine: 80-89 -------------------------------------------------------------------
+
+
+class RuntimeFailed(VgpuError):
+    """{runtime} {verb} ended with status {status}: {what}"""
+
+    exit_code = 80
+    remedy = "The message above is the low-level runtime's own."
+
+
+class EngineFailed(VgpuError):
+    """{engine}: {what}"""
+
+    exit_code = 81
+    remedy = "The message above is the engine's own."
