@@ -28,12 +28,14 @@ class VgpuError(Exception):
 
     def to_json(self) -> dict[str, object]:
         """The form that crosses the agent's socket and `--json` output."""
-        return {
+        doc: dict[str, object] = {
             "class": type(self).__name__,
             "exit_code": self.exit_code,
             "message": self.message,
             "remedy": self.remedy,
         }
+        notes: list[str] = getattr(self, "__notes__", [])
+        return doc | ({"notes": list(notes)} if notes else {})
 
 
 class _Named(dict[str, object]):
@@ -52,6 +54,8 @@ def from_json(doc: dict[str, object]) -> VgpuError:
             Exception.__init__(error, message)
             error.fields = {}
             error.remedy = str(doc.get("remedy", cls.remedy))
+            for note in notes if isinstance(notes := doc.get("notes"), list) else []:
+                error.add_note(str(note))
             return error
     return VgpuError(what=message)
 
@@ -202,6 +206,34 @@ class RestoreFailed(NodeError):
     remedy = "The checkpoint is unharmed; mend the cause and restore again."
 
 
+class GpuStateLost(NodeError):
+    """Process {pid} ({comm}) of {container} did not get its GPU state back: {call} returned {code} ({name}). {what}"""
+
+    exit_code = 34
+    remedy = "The driver cannot bring this process back. Remove the container and restore an earlier checkpoint of it."
+
+
+class Cancelled(NodeError):
+    """{phase} was given up because {what}; what it had begun was undone."""
+
+    exit_code = 35
+    remedy = "Run the command again."
+
+
+class DriverWorkerLost(NodeError):
+    """The driver worker ended during {call} of process {pid}."""
+
+    exit_code = 36
+    remedy = "The steps before were undone. Look into the kernel log for messages of the NVIDIA driver, then try again."
+
+
+class BuildFailed(NodeError):
+    """Building {target} failed: {what}"""
+
+    exit_code = 39
+    remedy = "The compiler's own message stands above; 'make dev' installs the compiler that is known to work."
+
+
 # ---- image: 50-69 --------------------------------------------------------------------------------
 
 
@@ -248,6 +280,13 @@ class UnsafeName(ImageError):
     """{where}: the file name {name} is not allowed in a checkpoint."""
 
     exit_code = 56
+
+
+class UnexpectedEntry(ImageError):
+    """{where}: {entry} {what}."""
+
+    exit_code = 57
+    remedy = "Something was added, removed or replaced after the checkpoint was sealed; take another copy."
 
 
 class Unsigned(ImageError):

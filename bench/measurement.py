@@ -1,0 +1,87 @@
+"""Writes measurement files in the one form the docs read (DESIGN section 10): rows of key, value, unit, raw.
+
+Called by every script under bench/ and tests/gpu/; refuses a row without raw values.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "docs" / "measurements"
+
+
+def row(key: str, what: str, unit: str, raw: list[float], **baseline: Any) -> dict[str, Any]:
+    """One row; `value` is the median of `raw`. With baseline_what= and baseline_raw= the ratio is added."""
+    if not raw:
+        message = f"row {key} has no raw values"
+        raise ValueError(message)
+    value = statistics.median(raw)
+    made = {"key": key, "what": what, "value": round(value, 6), "unit": unit, "raw": raw}
+    if "baseline_raw" in baseline:
+        base = statistics.median(baseline["baseline_raw"])
+        made |= {
+            "baseline_what": baseline["baseline_what"],
+            "baseline": round(base, 6),
+            "baseline_raw": baseline["baseline_raw"],
+            "ratio": round(value / base, 4),
+        }
+    return made
+
+
+def write(
+    name: str,
+    rows: list[dict[str, Any]],
+    *,
+    folder: pathlib.Path = FOLDER,
+    gpu: str | None = None,
+    driver: str | None = None,
+) -> pathlib.Path:
+    """Write `<date>-<name>.json` into `folder`; the caller leaves its raw log beside it."""
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    document = {
+        "name": name,
+        "date": today,
+        "machine": machine(),
+        "gpu": gpu,
+        "driver": driver,
+        "command": " ".join([pathlib.Path(sys.executable).name, "-m", module_name(), *sys.argv[1:]]),
+        "commit": commit(),
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{today}-{name}.json"
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    return path
+
+
+def module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else pathlib.Path(sys.argv[0]).stem
+
+
+def machine() -> str:
+    """Processor, cores, memory and kernel; no host name."""
+    info = pathlib.Path("/proc/cpuinfo").read_text()
+    model = next(
+        (line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "unknown"
+    )
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB, Linux {platform.release().split('-')[0]}"
+
+
+def commit() -> str:
+    """The commit that was measured, with + where the tree had changes; 'unknown' outside a checkout."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("VGPU_COMMIT", "unknown")
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")

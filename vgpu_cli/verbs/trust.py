@@ -1,0 +1,118 @@
+"""`vgpu trust add|ls|rm`: whose checkpoints this node restores (spec/signature.md, section 6).
+
+Changes only files in the `trusted` folder of the settings; the node's own key is always trusted and cannot be removed.
+`add` is one rename, `rm` one unlink. Never reads a private key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_errors import NeedsRoot, UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from image_format.policy import TrustedKey
+    from vgpu_cli.output import Output
+
+HELP = "say whose checkpoints this node restores"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One action and what it works on."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    add = actions.add_parser("add", help="trust the maker of this key")
+    add.add_argument("key", metavar="KEY.pub", help="the public key, usually another node's /etc/vgpu/node.pub")
+    add.add_argument("--name", help="what to call it here (default: the file's name)")
+    actions.add_parser("ls", help="list the trusted keys")
+    remove = actions.add_parser("rm", help="trust a key no longer")
+    remove.add_argument("key", metavar="NAME|KEYID", help="as 'vgpu trust ls' shows it")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Do the one action."""
+    {"add": _add, "ls": _list, "rm": _remove}[args.action](args, out)
+    return 0
+
+
+def _add(args: argparse.Namespace, out: Output) -> None:
+    from image_format.keys import load_public_key  # noqa: PLC0415 - cryptography takes 40 ms
+
+    key = load_public_key(args.key)
+    name = _name_for(args.name or _default_name(Path(args.key)))
+    known = next((entry for entry in _trusted(args) if entry.key.key_id == key.key_id), None)
+    if known is not None:
+        out.json({"added": False, "name": known.name, "keyId": key.key_id})
+        out.line(f"{known.name} is trusted already, key {key.key_id}")
+        return
+    target = Path(args.etc) / "trusted" / f"{name}.pub"
+    if target.exists():
+        raise UserError(what=f"another key is called {name} here", remedy="Choose another name with --name.")
+    _write(target, key.to_pem())
+    out.json({"added": True, "name": name, "keyId": key.key_id})
+    out.line(f"{name} is trusted now, key {key.key_id}")
+
+
+def _list(args: argparse.Namespace, out: Output) -> None:
+    entries = _trusted(args)
+    out.json({"keys": [{"name": entry.name, "keyId": entry.key.key_id, "path": str(entry.path)} for entry in entries]})
+    out.table("Trusted keys", ["name", "key", "file"], [[e.name, e.key.key_id, str(e.path)] for e in entries])
+    if not entries:
+        out.line("No key is trusted here; 'vgpu setup podman' makes the node's own.")
+
+
+def _remove(args: argparse.Namespace, out: Output) -> None:
+    from image_format.keys import NODE_PUB  # noqa: PLC0415
+
+    entry = next((entry for entry in _trusted(args) if args.key in (entry.name, entry.key.key_id)), None)
+    if entry is None:
+        raise UserError(what=f"no trusted key is called {args.key}", remedy="'vgpu trust ls' lists them.")
+    if entry.path == Path(args.etc) / NODE_PUB:
+        raise UserError(what="a node always trusts its own key", remedy="'vgpu setup --undo' removes it with the rest.")
+    try:
+        entry.path.unlink()
+    except PermissionError as error:
+        raise NeedsRoot(what="vgpu trust rm") from error
+    out.json({"removed": entry.name, "keyId": entry.key.key_id})
+    out.line(f"{entry.name} is trusted no longer, key {entry.key.key_id}")
+
+
+def _trusted(args: argparse.Namespace) -> list[TrustedKey]:
+    from image_format.policy import load_trusted  # noqa: PLC0415
+
+    return load_trusted(Path(args.etc))
+
+
+def _default_name(path: Path) -> str:
+    return path.name.removesuffix(".pub")
+
+
+def _name_for(name: str) -> str:
+    if not _NAME.fullmatch(name) or name == "node":
+        raise UserError(
+            what=f"{name!a} is no usable name for a key",
+            remedy="Give one of letters, digits, '.', '_' and '-' with --name, such as the other node's host name.",
+        )
+    return name
+
+
+def _write(target: Path, data: bytes) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(mode=0o755, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        partial.replace(target)
+    except PermissionError as error:
+        raise NeedsRoot(what="vgpu trust add") from error

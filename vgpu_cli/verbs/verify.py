@@ -1,0 +1,106 @@
+"""`vgpu verify SOURCE`: is this checkpoint whole, and did somebody whom this node trusts make it?
+
+Reads every byte and changes nothing. Says what was checked and what no signature covers.
+Exit code 0 means verified; otherwise the code of the error's class (docs/errors.md). Output: spec/verify-output.schema.json.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from vgpu_errors import ConfigurationChanged
+
+if TYPE_CHECKING:
+    import argparse
+
+    from image_format.source import VerifiedSource
+    from vgpu_cli.output import Output
+
+HELP = "check a checkpoint's signature and every byte of it"
+
+OUTSIDE_NOTE = "not covered by the signature; spec.dump is compared with the signed security settings"
+PROGRESS_INTERVAL_S = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The source, and how many threads hash it."""
+    parser.add_argument("source", metavar="SOURCE", help="directory, archive, OCI layout, oci-archive, or image name")
+    parser.add_argument("--threads", type=int, metavar="N", help="hash with N threads (default: one per core)")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Verify and print what was checked; a fault is raised."""
+    from image_format import source  # noqa: PLC0415 - cryptography and blake3 take 60 ms, only this verb needs them
+    from image_format.policy import Policy  # noqa: PLC0415
+
+    found = source.verify(args.source, Policy.load(args.etc), threads=args.threads, on_progress=_progress(out))
+    _print(args.source, found, out)
+    if found.result.config_differences:
+        raise ConfigurationChanged(what="; ".join(found.result.config_differences))
+    return 0
+
+
+def describe(name: str, found: VerifiedSource) -> dict[str, Any]:
+    """The `--json` document."""
+    result, verified = found.result, found.result.verified
+    record, index = verified.record, verified.index
+    return {
+        "source": name,
+        "kind": found.kind,
+        "compression": result.compression,
+        "signed": verified.key_id is not None,
+        "keyId": verified.key_id,
+        "keyName": verified.key_name,
+        "manifestDigest": verified.manifest_digest,
+        "contentRoot": record.content_root if record else None,
+        "containerId": record.container.id if record else None,
+        "generation": record.generation if record else None,
+        "filesChecked": len(index.regions) if index else 0,
+        "bytesChecked": verified.bytes_checked,
+        "milliseconds": round(verified.seconds * 1000),
+        "outside": [{"name": member.name, "bytes": member.size} for member in result.outside],
+        "configDifferences": None if result.config_differences is None else list(result.config_differences),
+    }
+
+
+def _print(name: str, found: VerifiedSource, out: Output) -> None:
+    if found.result.config_differences and out.is_json:
+        return  # the error is the one document of this call
+    doc = describe(name, found)
+    out.json(doc)
+    rows = [
+        ["source", f"{name} ({found.kind}, compression {doc['compression']})"],
+        [
+            "signature",
+            f"holds, key {doc['keyId']} ({doc['keyName']})" if doc["signed"] else "NONE; the policy allows it",
+        ],
+        ["manifest", f"sha256:{doc['manifestDigest']}" if doc["manifestDigest"] else "none"],
+        ["content root", doc["contentRoot"] or "none"],
+        ["files", f"{doc['filesChecked']} files, {doc['bytesChecked']} bytes, every chunk compared"],
+        ["time", f"{found.result.verified.seconds:.2f} s"],
+    ]
+    out.table("Checked", ["what", "result"], rows)
+    if found.result.outside:
+        rows = [[member.name, str(member.size)] for member in found.result.outside]
+        out.table(f"Outside of the signature ({OUTSIDE_NOTE})", ["file", "bytes"], rows)
+    if found.result.config_differences == ():
+        out.line("spec.dump: its security settings are the signed ones")
+    out.line("verified" if doc["signed"] else "whole as far as it goes, but nobody vouches for it")
+
+
+def _progress(out: Output) -> Any:
+    if out.is_json or not sys.stderr.isatty():
+        return None
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > PROGRESS_INTERVAL_S or done == total:
+            last = time.monotonic()
+            end = "\r\x1b[K" if done == total else ""
+            sys.stderr.write(f"\rchecking {100 * done // max(total, 1):3d}% of {total / 1e9:.2f} GB{end}")
+            sys.stderr.flush()
+
+    return show
