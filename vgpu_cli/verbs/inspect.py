@@ -176,7 +176,10 @@ def _short(value: Any) -> str:
 def _size(value: int | None) -> str:
     if value is None:
         return "not known"
-    return f"{value / (1 << 30):.2f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.2f} MiB"
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if value >= 1 << shift:
+            return f"{value / (1 << shift):.2f} {unit}"
+    return f"{value} B"
 
 
 def _as_text(rows: list[list[Any]]) -> list[list[str]]:

@@ -6,10 +6,12 @@ Changes only files in the `trusted` folder of the settings; the node's own key i
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+from argparse import SUPPRESS
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vgpu_errors import NeedsRoot, UserError
 
@@ -27,12 +29,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One action and what it works on."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add = actions.add_parser("add", help="trust the maker of this key")
+    add = _action(actions, "add", help="trust the maker of this key")
     add.add_argument("key", metavar="KEY.pub", help="the public key, usually another node's /etc/vgpu/node.pub")
     add.add_argument("--name", help="what to call it here (default: the file's name)")
-    actions.add_parser("ls", help="list the trusted keys")
-    remove = actions.add_parser("rm", help="trust a key no longer")
+    _action(actions, "ls", help="list the trusted keys")
+    remove = _action(actions, "rm", help="trust a key no longer")
     remove.add_argument("key", metavar="NAME|KEYID", help="as 'vgpu trust ls' shows it")
+
+
+def _action(actions: Any, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's own word
+    """An action that takes the common options too, wherever they stand."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=help)
+    parser.add_argument("--json", action="store_true", default=SUPPRESS, help="print one JSON document")
+    parser.add_argument("--etc", metavar="DIR", default=SUPPRESS, help="settings (default: /etc/vgpu)")
+    return parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -45,7 +55,7 @@ def _add(args: argparse.Namespace, out: Output) -> None:
     from image_format.keys import load_public_key  # noqa: PLC0415 - cryptography takes 40 ms
 
     key = load_public_key(args.key)
-    name = _name_for(args.name or _default_name(Path(args.key)))
+    name = _name_for(args.name or _default_name(Path(args.key), key.key_id))
     known = next((entry for entry in _trusted(args) if entry.key.key_id == key.key_id), None)
     if known is not None:
         out.json({"added": False, "name": known.name, "keyId": key.key_id})
@@ -89,12 +99,14 @@ def _trusted(args: argparse.Namespace) -> list[TrustedKey]:
     return load_trusted(Path(args.etc))
 
 
-def _default_name(path: Path) -> str:
-    return path.name.removesuffix(".pub")
+def _default_name(path: Path, key_id: str) -> str:
+    # Every node's key file is called node.pub: such a name says nothing, so a piece of the key's id is added.
+    name = path.name.removesuffix(".pub")
+    return f"node-{base64.b64decode(key_id)[:4].hex()}" if name == "node" else name
 
 
 def _name_for(name: str) -> str:
-    if not _NAME.fullmatch(name) or name == "node":
+    if not _NAME.fullmatch(name):
         raise UserError(
             what=f"{name!a} is no usable name for a key",
             remedy="Give one of letters, digits, '.', '_' and '-' with --name, such as the other node's host name.",

@@ -1,0 +1,349 @@
+"""Reads and writes the chunk index `vgpu-index.bin` (spec/chunk-index.md).
+
+Pure: bytes in, records out. Touches no file, network or GPU; callers bring buffers.
+Every count is held against the size of the input before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from image_format.content_root import content_root
+from image_format.file_names import INDEX_NAME, check_content_name, check_name
+from vgpu_errors import FormatTooNew, ImageError, LimitExceeded, Truncated, UnknownFeature
+
+MAGIC = b"VGPUIDX1"
+MAJOR, MINOR = 1, 0
+CHUNK_SIZE = 4 << 20
+MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 4 << 10, 64 << 20
+HASH_BLAKE3 = 1
+MAX_INDEX_BYTES = 512 << 20
+MAX_REGIONS = 1 << 20
+MAX_NAMES_BYTES = 64 << 20
+MAX_HEADER_SIZE = 4096
+MAX_RECORD_SIZE = 1024
+
+# magic, major, minor, header size, region/chunk/pack record size, chunk size, hash, reserved,
+# region/chunk/pack count, names size, content root, reserved
+_HEADER = struct.Struct("<8sHH6II4Q32s24s")
+_REGION = struct.Struct("<HHIQQQQII16s")
+_CHUNK = struct.Struct("<32sIHHQII8s")
+_PACK = struct.Struct("<IIQ32sI12s")
+
+
+class RegionKind(IntEnum):
+    """What a region's bytes were. Other values belong to later versions."""
+
+    FILE = 1
+
+
+class Codec(IntEnum):
+    """How a chunk is stored: not at all because it is all zero, or as it is."""
+
+    ZERO = 0
+    RAW = 1
+
+
+class Region(NamedTuple):
+    """A run of content with one name: a file of the checkpoint."""
+
+    name: str
+    length: int
+    first_chunk: int
+    chunk_count: int
+    kind: int = RegionKind.FILE
+    device: int = 0
+    flags: int = 0
+    address: int = 0
+
+
+class Chunk(NamedTuple):
+    """A piece of a region: its identity and where it lies."""
+
+    id: bytes
+    pack: int
+    codec: int
+    offset: int
+    stored_length: int
+    length: int
+
+
+class Pack(NamedTuple):
+    """A file that holds chunks; for a file region, the file itself."""
+
+    name: str
+    size: int
+    sha256: bytes = bytes(32)
+    flags: int = 0
+
+
+@dataclass(frozen=True)
+class Index:
+    """The parsed index. Regions of kind file come in ascending order of their names."""
+
+    regions: tuple[Region, ...]
+    chunks: tuple[Chunk, ...]
+    packs: tuple[Pack, ...]
+    chunk_size: int = CHUNK_SIZE
+    minor: int = MINOR
+    content_root: bytes = field(default=bytes(32))
+
+    def chunks_of(self, region: Region) -> tuple[Chunk, ...]:
+        """The chunks of one region in order."""
+        return self.chunks[region.first_chunk : region.first_chunk + region.chunk_count]
+
+    def compute_content_root(self) -> bytes:
+        """BLAKE3 over what the regions hold, wherever it is stored (spec/chunk-index.md, section 6)."""
+        return content_root(self.chunk_size, self.regions, (chunk.id for chunk in self.chunks))
+
+
+def chunk_count_of(length: int, chunk_size: int) -> int:
+    """How many chunks a region of that length has."""
+    return -(-length // chunk_size)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def to_bytes(index: Index) -> bytes:
+    """The index file; the content root is computed here."""
+    names = bytearray()
+    regions = [_pack_region(region, names) for region in index.regions]
+    packs = [_pack_pack(pack, names) for pack in index.packs]
+    chunks = [_CHUNK.pack(*chunk[:3], 0, *chunk[3:], b"") for chunk in index.chunks]
+    header = _HEADER.pack(
+        MAGIC,
+        MAJOR,
+        MINOR,
+        _HEADER.size,
+        _REGION.size,
+        _CHUNK.size,
+        _PACK.size,
+        index.chunk_size,
+        HASH_BLAKE3,
+        0,
+        len(regions),
+        len(chunks),
+        len(packs),
+        len(names),
+        index.compute_content_root(),
+        b"",
+    )
+    return b"".join([header, *regions, *chunks, *packs, bytes(names)])
+
+
+def _pack_region(region: Region, names: bytearray) -> bytes:
+    offset, length = _add_name(region.name, names)
+    numbers = (region.kind, region.device, region.flags, region.address, region.length)
+    return _REGION.pack(*numbers, region.first_chunk, region.chunk_count, offset, length, b"")
+
+
+def _pack_pack(pack: Pack, names: bytearray) -> bytes:
+    offset, length = _add_name(pack.name, names)
+    return _PACK.pack(offset, length, pack.size, pack.sha256, pack.flags, b"")
+
+
+def _add_name(name: str, names: bytearray) -> tuple[int, int]:
+    encoded = name.encode("ascii")
+    offset = len(names)
+    names += encoded
+    return offset, len(encoded)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class _Header(NamedTuple):
+    minor: int
+    header_size: int
+    region_size: int
+    chunk_record_size: int
+    pack_size: int
+    chunk_size: int
+    region_count: int
+    chunk_count: int
+    pack_count: int
+    names_size: int
+    content_root: bytes
+
+    @property
+    def total_size(self) -> int:
+        tables = self.region_count * self.region_size + self.chunk_count * self.chunk_record_size
+        return self.header_size + tables + self.pack_count * self.pack_size + self.names_size
+
+
+def from_bytes(data: bytes | memoryview, *, where: str = INDEX_NAME) -> Index:
+    """Parse and check an index file."""
+    view = memoryview(data)
+    header = _read_header(view, where)
+    tables = _tables(view, header)
+    names = bytes(tables[3])
+    is_known = header.minor <= MINOR
+    regions = tuple(_read_regions(tables[0], header, names, where, is_known=is_known))
+    packs = tuple(_read_packs(tables[2], header, names, where, is_known=is_known))
+    chunks = tuple(_read_chunks(tables[1], header, where, is_known=is_known))
+    index = Index(regions, chunks, packs, header.chunk_size, header.minor, header.content_root)
+    _check_regions(index, where)
+    _check_chunks(index, where)
+    if index.compute_content_root() != header.content_root:
+        raise ImageError(where=where, what="the content root in the header is not that of the tables")
+    return index
+
+
+def _read_header(view: memoryview, where: str) -> _Header:
+    if len(view) > MAX_INDEX_BYTES:
+        raise LimitExceeded(where=where, what="its size", found=len(view), limit=MAX_INDEX_BYTES)
+    if len(view) < _HEADER.size:
+        raise Truncated(where=where, found=len(view), needed=_HEADER.size)
+    magic, major, minor, header_size, *sizes, content, reserved = _HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise ImageError(where=where, what="is not a chunk index (magic)")
+    if major != MAJOR:
+        raise FormatTooNew(where=where, found=f"{major}.{minor}", known=f"{MAJOR}.x")
+    region_size, chunk_record_size, pack_size, chunk_size, hash_id, reserved_word = sizes[:6]
+    region_count, chunk_count, pack_count, names_size = sizes[6:]
+    if hash_id != HASH_BLAKE3:
+        raise UnknownFeature(where=where, feature=f"chunk hash {hash_id}")
+    header = _Header(
+        minor,
+        header_size,
+        region_size,
+        chunk_record_size,
+        pack_size,
+        chunk_size,
+        region_count,
+        chunk_count,
+        pack_count,
+        names_size,
+        content,
+    )
+    _check_header(header, where, has_reserved=bool(reserved_word or any(reserved)))
+    _check_counts(header, len(view), where)
+    return header
+
+
+def _check_header(header: _Header, where: str, *, has_reserved: bool) -> None:
+    sizes = (
+        ("header size", header.header_size, _HEADER.size, MAX_HEADER_SIZE),
+        ("region record size", header.region_size, _REGION.size, MAX_RECORD_SIZE),
+        ("chunk record size", header.chunk_record_size, _CHUNK.size, MAX_RECORD_SIZE),
+        ("pack record size", header.pack_size, _PACK.size, MAX_RECORD_SIZE),
+        ("chunk size", header.chunk_size, MIN_CHUNK_SIZE, MAX_CHUNK_SIZE),
+    )
+    for what, found, least, most in sizes:
+        if not least <= found <= most:
+            raise LimitExceeded(where=where, what=f"the {what}", found=found, limit=f"{least} to {most}")
+        if header.minor == MINOR and what != "chunk size" and found != least:
+            raise ImageError(where=where, what=f"the {what} is {found}, version {MAJOR}.{MINOR} has {least}")
+    if header.chunk_size & (header.chunk_size - 1):
+        raise ImageError(where=where, what=f"the chunk size {header.chunk_size} is no power of two")
+    if has_reserved and header.minor <= MINOR:
+        raise ImageError(where=where, what="reserved bytes of the header are not zero")
+
+
+def _check_counts(header: _Header, size: int, where: str) -> None:
+    limits = (
+        ("the number of regions", header.region_count, MAX_REGIONS),
+        ("the number of packs", header.pack_count, MAX_REGIONS),
+        ("the number of chunks", header.chunk_count, MAX_INDEX_BYTES // _CHUNK.size),
+        ("the size of the names", header.names_size, MAX_NAMES_BYTES),
+    )
+    for what, found, limit in limits:
+        if found > limit:
+            raise LimitExceeded(where=where, what=what, found=found, limit=limit)
+    if header.total_size > size:
+        raise Truncated(where=where, found=size, needed=header.total_size)
+    if header.total_size < size:
+        raise ImageError(where=where, what=f"{size - header.total_size} bytes follow the last table")
+
+
+def _tables(view: memoryview, header: _Header) -> list[memoryview]:
+    sizes = (
+        header.region_count * header.region_size,
+        header.chunk_count * header.chunk_record_size,
+        header.pack_count * header.pack_size,
+        header.names_size,
+    )
+    tables, start = [], header.header_size
+    for size in sizes:
+        tables.append(view[start : start + size])
+        start += size
+    return tables
+
+
+def _read_regions(table: memoryview, header: _Header, names: bytes, where: str, *, is_known: bool) -> list[Region]:
+    regions = []
+    for n in range(header.region_count):
+        fields = _REGION.unpack_from(table, n * header.region_size)
+        kind, device, flags, address, length, first_chunk, chunk_count, offset, size, reserved = fields
+        at = f"{where}: region {n}"
+        if kind != RegionKind.FILE:
+            raise UnknownFeature(where=at, feature=f"region kind {kind}")
+        if is_known and (device or flags or address or any(reserved)):
+            raise ImageError(where=at, what="a field that a file region does not have is not zero")
+        name = check_content_name(_name(names, offset, size, at), where=at)
+        regions.append(Region(name, length, first_chunk, chunk_count, kind, device, flags, address))
+    return regions
+
+
+def _read_packs(table: memoryview, header: _Header, names: bytes, where: str, *, is_known: bool) -> list[Pack]:
+    packs = []
+    for n in range(header.pack_count):
+        offset, size, pack_size, sha256, flags, reserved = _PACK.unpack_from(table, n * header.pack_size)
+        at = f"{where}: pack {n}"
+        if is_known and (flags or any(reserved)):
+            raise ImageError(where=at, what="reserved bytes are not zero")
+        packs.append(Pack(check_name(_name(names, offset, size, at), where=at), pack_size, sha256, flags))
+    return packs
+
+
+def _read_chunks(table: memoryview, header: _Header, where: str, *, is_known: bool) -> list[Chunk]:
+    chunks = []
+    for n in range(header.chunk_count):
+        fields = _CHUNK.unpack_from(table, n * header.chunk_record_size)
+        chunk_id, pack, codec, reserved, offset, stored_length, length, tail = fields
+        if is_known and (reserved or any(tail)):
+            raise ImageError(where=f"{where}: chunk {n}", what="reserved bytes are not zero")
+        chunks.append(Chunk(chunk_id, pack, codec, offset, stored_length, length))
+    return chunks
+
+
+def _name(names: bytes, offset: int, size: int, at: str) -> str:
+    if offset + size > len(names):
+        raise Truncated(where=f"{at}: name table", found=len(names), needed=offset + size)
+    return names[offset : offset + size].decode("ascii", errors="backslashreplace")
+
+
+def _check_regions(index: Index, where: str) -> None:
+    next_chunk, previous = 0, ""
+    if len(index.packs) != len(index.regions):
+        raise ImageError(where=where, what=f"{len(index.packs)} packs for {len(index.regions)} file regions")
+    for n, region in enumerate(index.regions):
+        at = f"{where}: region {n}"
+        if region.name <= previous:
+            raise ImageError(where=at, what=f"the name {region.name} is a repeat or out of order")
+        if region.first_chunk != next_chunk:
+            raise ImageError(where=at, what=f"its chunks begin at {region.first_chunk}, not at {next_chunk}")
+        if region.chunk_count != chunk_count_of(region.length, index.chunk_size):
+            raise ImageError(where=at, what=f"{region.chunk_count} chunks cannot hold {region.length} bytes")
+        if index.packs[n].name != region.name or index.packs[n].size != region.length:
+            raise ImageError(where=at, what=f"pack {n} is not the file itself")
+        next_chunk, previous = next_chunk + region.chunk_count, region.name
+    if next_chunk != len(index.chunks):
+        raise ImageError(where=where, what=f"{len(index.chunks)} chunks, of which the regions use {next_chunk}")
+
+
+def _check_chunks(index: Index, where: str) -> None:
+    for n, region in enumerate(index.regions):
+        for position, chunk in enumerate(index.chunks_of(region)):
+            start = position * index.chunk_size
+            length = min(index.chunk_size, region.length - start)
+            stored = (0, 0) if chunk.codec == Codec.ZERO else (start, length)
+            at = f"{where}: chunk {region.first_chunk + position}"
+            if chunk.codec not in (Codec.ZERO, Codec.RAW):
+                raise UnknownFeature(where=at, feature=f"chunk codec {chunk.codec}")
+            if (chunk.pack, chunk.length, (chunk.offset, chunk.stored_length)) != (n, length, stored):
+                raise ImageError(where=at, what=f"is not the {length} bytes at {start} of {region.name}")

@@ -1,0 +1,338 @@
+"""The checkpoint record `vgpu-record.json` (spec/record.md): what was frozen, where, and what a restore needs.
+
+Parses at the edge into frozen dataclasses, names the path of a fault, keeps unknown fields and writes them back.
+Refuses an unknown major version and an unknown required feature. The shim makes it; restore gates and `vgpu inspect` read it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from image_format import canonical_json
+from image_format.fields import Fields
+from image_format.file_names import RECORD_NAME
+from vgpu_errors import FormatTooNew, ImageError, UnknownFeature
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_RECORD_BYTES = 8 << 20
+KNOWN_MAJOR = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+LEVELS = ("must", "should")
+
+_VERSION = re.compile(r"([1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
+_CREATED = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?Z")
+_SECONDS = re.compile(r"[0-9]{1,9}\.[0-9]{3}")
+
+_Extra = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Container:
+    """The container that was frozen, as its engine knows it."""
+
+    id: str
+    engine: str
+    name: str | None = None
+    image: str | None = None
+    engine_annotations: Mapping[str, str] = field(default_factory=dict)
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Container:
+        """Parse `container`."""
+        annotations = fields.object("engineAnnotations")
+        return cls(
+            id=fields.text("id"),
+            engine=fields.text("engine"),
+            name=fields.text_or_none("name"),
+            image=fields.text_or_none("image"),
+            engine_annotations={key: annotations.text(key) for key in annotations.unknown()},
+            unknown=fields.unknown(),
+        )
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        doc = {"id": self.id, "engine": self.engine, "engineAnnotations": dict(self.engine_annotations)}
+        return self.unknown | doc | _present(name=self.name, image=self.image)
+
+
+@dataclass(frozen=True)
+class LowLevelRuntime:
+    """The runtime behind the shim; images of runc and crun are not interchangeable."""
+
+    name: str
+    version: str
+    path: str
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> LowLevelRuntime:
+        """Parse `lowLevelRuntime`."""
+        name, version, path = fields.text("name"), fields.text("version"), fields.text("path")
+        return cls(name, version, path, fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        return self.unknown | {"name": self.name, "version": self.version, "path": self.path}
+
+
+@dataclass(frozen=True)
+class ProcessEntry:
+    """A GPU process; the pid is the one that its own pid namespace shows."""
+
+    ns_pid: int
+    comm: str
+    mode: str
+    devices: tuple[str, ...] = ()
+    gpu_bytes: int | None = None
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> ProcessEntry:
+        """Parse one of `processes`."""
+        return cls(
+            ns_pid=fields.integer("nsPid"),
+            comm=fields.text("comm"),
+            mode=fields.text("mode"),
+            devices=fields.texts("devices"),
+            gpu_bytes=fields.integer_or_none("gpuBytes"),
+            unknown=fields.unknown(),
+        )
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        doc = {"nsPid": self.ns_pid, "comm": self.comm, "mode": self.mode, "devices": list(self.devices)}
+        return self.unknown | doc | _present(gpuBytes=self.gpu_bytes)
+
+
+@dataclass(frozen=True)
+class DeviceEntry:
+    """A GPU that the container's processes used."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> DeviceEntry:
+        """Parse one of `devices`."""
+        uuid, name, memory_bytes = fields.text("uuid"), fields.text("name"), fields.integer("memoryBytes")
+        return cls(uuid, name, memory_bytes, fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        return self.unknown | {"uuid": self.uuid, "name": self.name, "memoryBytes": self.memory_bytes}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a node needs to run this checkpoint; `value` is a string, an integer, or a list of strings."""
+
+    key: str
+    value: Any
+    level: str = "must"
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Requirement:
+        """Parse one of `requirements`."""
+        value = fields.any("value")
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if isinstance(value, bool) or not (is_list or isinstance(value, str | int)):
+            raise ImageError(where=fields.path("value"), what="must be a string, an integer or a list of strings")
+        key, level = fields.text("key"), fields.one_of("level", *LEVELS)
+        return cls(key, value, level, fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        value = list(self.value) if isinstance(self.value, tuple | list) else self.value
+        return self.unknown | {"key": self.key, "value": value, "level": self.level}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How long a step of the checkpoint took. Written as text, because canonical JSON here has no floats."""
+
+    phase: str
+    seconds: float
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Phase:
+        """Parse one of `phases`."""
+        phase, seconds = fields.text("phase"), fields.text("seconds")
+        if not _SECONDS.fullmatch(seconds):
+            raise ImageError(where=fields.path("seconds"), what="must be seconds with three decimals, as text")
+        return cls(phase, float(seconds), fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        return self.unknown | {"phase": self.phase, "seconds": f"{Decimal(self.seconds):.3f}"}
+
+
+@dataclass(frozen=True)
+class RegionSummary:
+    """How many regions of a kind the index lists, and their bytes."""
+
+    kind: str
+    count: int
+    bytes: int
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> RegionSummary:
+        """Parse one of `regionsSummary`."""
+        kind, count, size_bytes = fields.text("kind"), fields.integer("count"), fields.integer("bytes")
+        return cls(kind, count, size_bytes, fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        return self.unknown | {"kind": self.kind, "count": self.count, "bytes": self.bytes}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """An earlier checkpoint that this one builds on."""
+
+    manifest_digest: str
+    generation: int
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Parent:
+        """Parse one of `parents`."""
+        manifest_digest, generation = fields.hex_digest("manifestDigest"), fields.integer("generation")
+        return cls(manifest_digest, generation, fields.unknown())
+
+    def to_json(self) -> _Extra:
+        """The form that is written."""
+        return self.unknown | {"manifestDigest": self.manifest_digest, "generation": self.generation}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The whole document. `content_root` and `regions_summary` are filled in by sealing."""
+
+    created: str
+    container: Container
+    low_level_runtime: LowLevelRuntime
+    generation: int = 1
+    registered_runtime: str = "/usr/bin/vgpu-runtime"
+    mode: str = "driver"
+    processes: tuple[ProcessEntry, ...] = ()
+    devices: tuple[DeviceEntry, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
+    security: Mapping[str, Any] = field(default_factory=dict)
+    parents: tuple[Parent, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    regions_summary: tuple[RegionSummary, ...] = ()
+    content_root: str = "0" * 64
+    required_features: tuple[str, ...] = ()
+    optional_features: tuple[str, ...] = ()
+    format_version: str = "1.0"
+    unknown: _Extra = field(default_factory=dict)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str = RECORD_NAME) -> Record:
+        """Parse the file's bytes."""
+        return cls.from_json(canonical_json.read_object(data, where=where, max_bytes=MAX_RECORD_BYTES), where=where)
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any], *, where: str = RECORD_NAME) -> Record:
+        """Parse the document; version and features are looked at before anything else."""
+        fields = Fields(doc, where)
+        version = check_version(fields)
+        required, optional = _read_features(fields, where)
+        return cls(
+            format_version=version,
+            required_features=required,
+            optional_features=optional,
+            created=_read_created(fields),
+            generation=fields.integer("generation"),
+            content_root=fields.hex_digest("contentRoot"),
+            container=Container.from_json(fields.object("container")),
+            low_level_runtime=LowLevelRuntime.from_json(fields.object("lowLevelRuntime")),
+            registered_runtime=fields.text("registeredRuntime"),
+            mode=fields.text("mode"),
+            processes=tuple(map(ProcessEntry.from_json, fields.objects("processes"))),
+            devices=tuple(map(DeviceEntry.from_json, fields.objects("devices"))),
+            requirements=tuple(map(Requirement.from_json, fields.objects("requirements"))),
+            security=fields.object("security").unknown(),
+            parents=tuple(map(Parent.from_json, fields.objects("parents"))),
+            phases=tuple(map(Phase.from_json, fields.objects("phases"))),
+            regions_summary=tuple(map(RegionSummary.from_json, fields.objects("regionsSummary"))),
+            unknown=fields.unknown(),
+        )
+
+    def to_json(self) -> _Extra:
+        """The form that is written; unknown fields come back as they were."""
+        return self.unknown | {
+            "formatVersion": self.format_version,
+            "features": {"required": list(self.required_features), "optional": list(self.optional_features)},
+            "created": self.created,
+            "generation": self.generation,
+            "contentRoot": self.content_root,
+            "container": self.container.to_json(),
+            "lowLevelRuntime": self.low_level_runtime.to_json(),
+            "registeredRuntime": self.registered_runtime,
+            "mode": self.mode,
+            "processes": [entry.to_json() for entry in self.processes],
+            "devices": [entry.to_json() for entry in self.devices],
+            "requirements": [entry.to_json() for entry in self.requirements],
+            "security": dict(self.security),
+            "parents": [entry.to_json() for entry in self.parents],
+            "phases": [entry.to_json() for entry in self.phases],
+            "regionsSummary": [entry.to_json() for entry in self.regions_summary],
+        }
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes that are hashed and stored."""
+        return canonical_json.write(self.to_json(), where=RECORD_NAME)
+
+    def stamped(self) -> Record:
+        """The same content with the lowest version that can carry it."""
+        return replace(self, format_version=lowest_version(self))
+
+
+def lowest_version(record: Record) -> str:
+    """The lowest format version whose readers understand all of this record; later versions add a row each."""
+    needs: list[tuple[str, bool]] = [("1.0", True)]
+    del record  # 1.0 is the only version so far, and carries every record
+    return next(version for version, is_needed in needs if is_needed)
+
+
+def check_version(fields: Fields) -> str:
+    """`formatVersion`: any minor of the known major."""
+    version = fields.text("formatVersion")
+    match = _VERSION.fullmatch(version)
+    if not match:
+        raise ImageError(where=fields.path("formatVersion"), what="must look like 1.0")
+    if int(match[1]) != KNOWN_MAJOR:
+        raise FormatTooNew(where=fields.at, found=version, known=f"{KNOWN_MAJOR}.x")
+    return version
+
+
+def _read_features(fields: Fields, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    features = fields.object("features")
+    required, optional = features.texts("required"), features.texts("optional")
+    for feature in required:
+        if feature not in KNOWN_FEATURES:
+            raise UnknownFeature(where=where, feature=feature)
+    return required, optional
+
+
+def _read_created(fields: Fields) -> str:
+    created = fields.text("created")
+    if not _CREATED.fullmatch(created):
+        raise ImageError(where=fields.path("created"), what="must be an RFC 3339 time in UTC, ending in Z")
+    return created
+
+
+def _present(**fields: object) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}

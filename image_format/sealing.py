@@ -1,0 +1,222 @@
+"""Seals a checkpoint directory: hashes its files and signs what they are (spec/archive-layout.md, section 3).
+
+Ordered steps, each by temporary name, fsync and rename; the last one is the commit point:
+  0. the old signature, then all other old `vgpu-*` files are removed    -> a crash leaves an unsigned directory
+  1. every file is hashed, vgpu-index.bin is written                     -> unsigned
+  2. vgpu-record.json   3. vgpu-manifest.json                            -> unsigned
+  4. vgpu-signature.json                                                 -> sealed
+An error before the end removes what was written. Refuses links, sub-directories and unsafe names.
+The runtime shim calls it after the low-level runtime's checkpoint has returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_format import chunk_index
+from image_format.bundle import Bundle
+from image_format.chunk_index import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, chunk_count_of
+from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format.file_names import (
+    ALLOWED_UNSIGNED,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    PARTIAL_PREFIX,
+    RECORD_NAME,
+    SIGNATURE_NAME,
+    check_content_name,
+    is_ours,
+)
+from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, zero_id
+from image_format.manifest import INDEX_TYPE, RECORD_TYPE, Descriptor, Manifest
+from image_format.record import RegionSummary
+from image_format.statement import PAYLOAD_TYPE, Statement
+from vgpu_errors import ImageError, NoSuchImage, NotEnoughSpace, UnexpectedEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from image_format.keys import SigningKey
+    from image_format.record import Record
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What was sealed; digests as lower-case hex."""
+
+    content_root: str
+    manifest_digest: str
+    bytes_hashed: int
+    seconds: float
+
+
+def remove_old_seal(image_path: Path | str) -> None:
+    """Remove what an earlier seal left, the signature first; a directory that does not exist has none."""
+    try:
+        with _open_directory(Path(image_path)) as directory_fd:
+            _remove_own_files(directory_fd, Path(image_path))
+    except NoSuchImage:
+        if Path(image_path).exists():
+            raise
+
+
+def seal(
+    image_path: Path | str,
+    record: Record,
+    key: SigningKey,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Sealed:
+    """Hash, describe and sign the directory. `on_progress(bytes done, bytes in all)` comes from the hashing threads."""
+    started, image_path = time.monotonic(), Path(image_path)
+    with _open_directory(image_path) as directory_fd:
+        _remove_own_files(directory_fd, image_path)
+        try:
+            files = _files_to_seal(directory_fd, str(image_path))
+            hashed = hash_files(directory_fd, files, where=str(image_path), threads=threads, on_progress=on_progress)
+            index = build_index(hashed)
+            documents = make_documents(index, record, key)
+            writer = _Writer(directory_fd, image_path)
+            for name, data in documents.items():
+                writer.write(name, data)
+        except BaseException:
+            with contextlib.suppress(ImageError):  # the first error is the one to report
+                _remove_own_files(directory_fd, image_path)
+            raise
+    return Sealed(
+        content_root=index.compute_content_root().hex(),
+        manifest_digest=hashlib.sha256(documents[MANIFEST_NAME]).hexdigest(),
+        bytes_hashed=sum(file.size for file in hashed),
+        seconds=time.monotonic() - started,
+    )
+
+
+def build_index(hashed: Sequence[HashedFile], *, chunk_size: int = CHUNK_SIZE) -> Index:
+    """One region and one pack for each file, in ascending order of names."""
+    regions: list[Region] = []
+    chunks: list[Chunk] = []
+    for number, file in enumerate(sorted(hashed, key=lambda file: file.name)):
+        count = chunk_count_of(file.size, chunk_size)
+        regions.append(Region(file.name, file.size, len(chunks), count))
+        chunks += (_chunk(file, number, position, chunk_size) for position in range(count))
+    packs = tuple(Pack(region.name, region.length) for region in regions)
+    return Index(tuple(regions), tuple(chunks), packs, chunk_size)
+
+
+def _chunk(file: HashedFile, pack: int, position: int, chunk_size: int) -> Chunk:
+    start = position * chunk_size
+    length = min(chunk_size, file.size - start)
+    chunk_id = file.id_at(position)
+    if chunk_id == zero_id(length):
+        return Chunk(chunk_id, pack, Codec.ZERO, 0, 0, length)
+    return Chunk(chunk_id, pack, Codec.RAW, start, length, length)
+
+
+def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, bytes]:
+    """The four documents in the order in which they are written."""
+    root = index.compute_content_root().hex()
+    summary = RegionSummary("file", len(index.regions), sum(region.length for region in index.regions))
+    record = replace(record, content_root=root, regions_summary=(summary,) if index.regions else ()).stamped()
+    index_bytes, record_bytes = chunk_index.to_bytes(index), record.to_bytes()
+    manifest = Manifest(
+        record=Descriptor.of(record_bytes, RECORD_TYPE),
+        index=Descriptor.of(index_bytes, INDEX_TYPE),
+        created=record.created,
+        content_root=root,
+    )
+    manifest_bytes = manifest.to_bytes()
+    digest = hashlib.sha256(manifest_bytes).hexdigest()
+    statement = Statement(digest, root, record.container.id, record.generation, record.created)
+    return {
+        INDEX_NAME: index_bytes,
+        RECORD_NAME: record_bytes,
+        MANIFEST_NAME: manifest_bytes,
+        SIGNATURE_NAME: sign(statement.to_bytes(), key),
+    }
+
+
+def sign(payload: bytes, key: SigningKey) -> bytes:
+    """The bundle over a statement."""
+    signature = key.sign(pre_authentication_encoding(PAYLOAD_TYPE, payload))
+    return Bundle(key.key_id, Envelope(PAYLOAD_TYPE, payload, signature)).to_bytes()
+
+
+class _Writer:
+    """Puts whole files in place: temporary name, fsync, rename, fsync of the directory."""
+
+    def __init__(self, directory_fd: int, path: Path) -> None:
+        self._directory_fd = directory_fd
+        self._path = path
+
+    def write(self, name: str, data: bytes) -> None:
+        try:
+            self._write(name, data)
+        except OSError as error:
+            raise _explained(error, self._path / name, len(data)) from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        partial = PARTIAL_PREFIX + name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(partial, flags, 0o600, dir_fd=self._directory_fd)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(partial, name, src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd)
+        os.fsync(self._directory_fd)
+
+
+def _explained(error: OSError, path: Path, needed_bytes: int) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        status = os.statvfs(path.parent)
+        free_bytes = status.f_bavail * status.f_frsize
+        return NotEnoughSpace(path=path.parent, free_bytes=free_bytes, needed_bytes=needed_bytes)
+    return ImageError(where=path, what=f"cannot be written ({error.strerror})")
+
+
+def _files_to_seal(directory_fd: int, where: str) -> list[FileToHash]:
+    files = []
+    with os.scandir(directory_fd) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            fault = entry_fault(status)
+            if fault:
+                raise UnexpectedEntry(where=where, entry=ascii(entry.name)[1:-1], what=fault)
+            if entry.name not in ALLOWED_UNSIGNED:
+                check_content_name(entry.name, where=where)
+                files.append(FileToHash(entry.name, status.st_size))
+    if not files:
+        raise NoSuchImage(path=where, what="there is no file to seal")
+    return sorted(files)
+
+
+def _remove_own_files(directory_fd: int, path: Path) -> None:
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SIGNATURE_NAME, dir_fd=directory_fd)
+            os.fsync(directory_fd)
+        for name in os.listdir(directory_fd):
+            if is_ours(name):
+                os.unlink(name, dir_fd=directory_fd)
+    except OSError as error:
+        raise ImageError(where=path, what=f"an old seal cannot be removed ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def _open_directory(path: Path) -> Iterator[int]:
+    try:
+        directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NoSuchImage(path=path, what=str(error.strerror)) from error
+    try:
+        yield directory_fd
+    finally:
+        os.close(directory_fd)

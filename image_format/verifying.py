@@ -1,0 +1,169 @@
+"""Verifies a checkpoint directory before anything in it is used (spec/signature.md, section 5).
+
+First the seal (`seal_documents`), then that the directory holds exactly the sealed files, then every chunk of them.
+Changes nothing, follows no link, and reads each file through a descriptor that it has checked.
+The restore gate, `vgpu verify` and `ocistore` call it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from image_format import seal_documents
+from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
+from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, read_exactly
+from image_format.seal_documents import MAX_SIZES, Claimed, Claims
+from vgpu_errors import ContentMismatch, LimitExceeded, NoSuchImage, Truncated, UnexpectedEntry, Unsigned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from image_format.chunk_index import Index
+    from image_format.policy import Policy
+    from image_format.record import Record
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint that is whole. Without a key it was unsigned and the policy allows that.
+
+    `record` and `index` are None only where an unsigned checkpoint carries no documents of ours at all.
+    """
+
+    record: Record | None
+    index: Index | None
+    key_id: str | None
+    key_name: str | None
+    manifest_digest: str | None
+    bytes_checked: int
+    seconds: float
+
+    @classmethod
+    def of(cls, claims: Claims | None, *, bytes_checked: int, started: float) -> Verified:
+        """The result for claims that the content has borne out."""
+        seconds = time.monotonic() - started
+        if claims is None:
+            return cls(None, None, None, None, None, bytes_checked, seconds)
+        key_id, key_name = (claims.key.key.key_id, claims.key.name) if claims.key else (None, None)
+        return cls(claims.record, claims.index, key_id, key_name, claims.manifest_digest, bytes_checked, seconds)
+
+
+def verify_directory(
+    path: Path | str,
+    policy: Policy,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Verified:
+    """Check signature, documents, the list of files and every byte, in this order."""
+    started, where = time.monotonic(), str(path)
+    with Directory(path) as directory:
+        claims = seal_documents.check(directory.documents(), policy, where=where)
+        if claims is None:
+            return Verified.of(None, bytes_checked=0, started=started)
+        check_sizes({name: status.st_size for name, status in directory.entries().items()}, claims.index, where=where)
+        files = [FileToHash(region.name, region.length) for region in claims.index.regions]
+        hashed = hash_files(
+            directory.fd,
+            files,
+            where=where,
+            threads=threads,
+            chunk_size=claims.index.chunk_size,
+            on_progress=on_progress,
+        )
+        check_content(hashed, claims.index, where=where)
+    return Verified.of(claims, bytes_checked=sum(file.size for file in files), started=started)
+
+
+def read_claims(path: Path | str) -> tuple[Record, Index]:
+    """Record and index of a directory without trust, to be shown and not to be used."""
+    claimed = read_claimed_directory(path)
+    return claimed.record, claimed.index
+
+
+def read_claimed_directory(path: Path | str) -> Claimed:
+    """The same with names."""
+    with Directory(path) as directory:
+        documents = directory.documents()
+    if not documents:
+        raise Unsigned(where=path)
+    return seal_documents.read_claimed(documents, where=str(path))
+
+
+def check_sizes(sizes: Mapping[str, int], index: Index, *, where: str) -> None:
+    """The files there are exactly the sealed ones and those that may come later, with the sealed sizes."""
+    wanted = {region.name: region.length for region in index.regions}
+    for name in sorted(set(wanted) - set(sizes)):
+        raise UnexpectedEntry(where=where, entry=name, what="is missing")
+    for name in sorted(set(sizes) - set(wanted) - set(SEAL_NAMES) - ALLOWED_UNSIGNED):
+        raise UnexpectedEntry(where=where, entry=ascii(name)[1:-1], what="is not among the sealed files")
+    for name, size in sorted(wanted.items()):
+        if sizes[name] < size:
+            raise Truncated(where=f"{where}: {name}", found=sizes[name], needed=size)
+        if sizes[name] > size:
+            raise ContentMismatch(where=f"{where}: {name}", what=f"{sizes[name]} bytes, not {size}")
+
+
+def check_content(hashed: list[HashedFile], index: Index, *, where: str) -> None:
+    """Every chunk id is the sealed one."""
+    by_name = {file.name: file for file in hashed}
+    for region in index.regions:
+        file = by_name[region.name]
+        for position, chunk in enumerate(index.chunks_of(region)):
+            if file.id_at(position) != chunk.id:
+                start = position * index.chunk_size
+                what = f"bytes {start} to {start + chunk.length}"
+                raise ContentMismatch(where=f"{where}: {region.name}", what=what)
+
+
+class Directory:
+    """A checkpoint directory held open, so that all looks at it see the same one."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.fd = -1
+        self._entries: dict[str, os.stat_result] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NoSuchImage(path=self.path, what=str(error.strerror)) from error
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self.fd)
+
+    def entries(self) -> dict[str, os.stat_result]:
+        """All entries by name; refuses whatever is not a plain file."""
+        found = self._list()
+        for name, status in sorted(found.items()):
+            fault = entry_fault(status)
+            if fault:
+                raise UnexpectedEntry(where=self.path, entry=ascii(name)[1:-1], what=fault)
+        return found
+
+    def documents(self) -> dict[str, bytes]:
+        """Those of the four sealed documents that are there."""
+        return {name: self._read(name) for name in SEAL_NAMES if name in self._list()}
+
+    def _list(self) -> dict[str, os.stat_result]:
+        if self._entries is None:
+            with os.scandir(self.fd) as entries:
+                self._entries = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        return self._entries
+
+    def _read(self, name: str) -> bytes:
+        descriptor, size = open_plain(self.fd, name, where=str(self.path))
+        try:
+            if size > MAX_SIZES[name]:
+                raise LimitExceeded(where=self.path / name, what="its size", found=size, limit=MAX_SIZES[name])
+            data = bytearray(size)
+            read_exactly(descriptor, memoryview(data), 0, where=str(self.path / name))
+        finally:
+            os.close(descriptor)
+        return bytes(data)

@@ -1,0 +1,294 @@
+"""Fuzzes every parser of the image format: whatever the bytes, only an error of our own tree may come out.
+
+Two kinds: properties (what is written comes back) and mutations of real documents. Bounded to a few seconds;
+`VGPU_FUZZ_SECONDS=600 pytest tests/fuzz` goes on for that long, spread over the targets.
+"""
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from image_format import archive, canonical_json, chunk_index, security_config, source
+from image_format.bundle import Bundle
+from image_format.chunk_index import Index, Pack, Region, chunk_count_of
+from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format.fields import Fields
+from image_format.hashing import HashedFile
+from image_format.keys import parse_public_key
+from image_format.manifest import Manifest
+from image_format.policy import Policy, TrustedKey, parse_default
+from image_format.record import Record
+from image_format.sealing import build_index
+from image_format.statement import Statement
+from image_format.verifying import verify_directory
+from tests.format.make_vectors import (
+    CONFIG,
+    SMALL_CHUNK,
+    TRUSTED,
+    Sealed,
+    base_files,
+    inside,
+    make_tar,
+    oci_files,
+    outside,
+)
+from vgpu_errors import VgpuError
+
+EXTRA_SECONDS = float(os.environ.get("VGPU_FUZZ_SECONDS", "0"))
+TARGET_COUNT = 20
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=not EXTRA_SECONDS, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+pytestmark = pytest.mark.timeout(0 if EXTRA_SECONDS else 120)
+
+
+def fuzz(check, *strategies):
+    """Run a check on generated values, once quickly, or again and again for this target's share of the time."""
+    ends = time.monotonic() + EXTRA_SECONDS / TARGET_COUNT
+    while True:
+        QUICK(given(*strategies)(check))()
+        if time.monotonic() >= ends:
+            return
+
+
+# ---- properties ----------------------------------------------------------------------------------
+
+TEXT = st.text(max_size=20)
+SMALL = st.integers(min_value=-(2**53) + 1, max_value=2**53 - 1)
+JSON = st.recursive(
+    st.none() | st.booleans() | SMALL | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+NAME = st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789-_.", min_size=1, max_size=30).filter(
+    lambda name: name[0] not in "." and not name.startswith("vgpu-") and "." not in name[:1] and "log" not in name and "stats" not in name
+)  # fmt: skip
+
+
+def test_canonical_json_comes_back_and_has_one_form():
+    def check(doc):
+        data = canonical_json.write(doc)
+        assert canonical_json.read(data, where="x") == doc
+        assert canonical_json.write(json.loads(data)) == data
+
+    fuzz(check, JSON)
+
+
+def test_index_comes_back():
+    def check(files, chunk_size):
+        hashed = [
+            HashedFile(name, size, bytearray(os.urandom(32) * chunk_count_of(size, chunk_size)))
+            for name, size in files.items()
+        ]
+        index = build_index(hashed, chunk_size=chunk_size)
+        again = chunk_index.from_bytes(chunk_index.to_bytes(index))
+        assert (again.regions, again.packs, again.chunks) == (index.regions, index.packs, index.chunks)
+        assert again.content_root == index.compute_content_root()
+
+    sizes = st.dictionaries(NAME, st.integers(min_value=0, max_value=200_000), max_size=8)
+    fuzz(check, sizes, st.sampled_from([4096, 65536, 4 << 20]))
+
+
+def test_record_comes_back_with_unknown_fields():
+    base = json.loads(Sealed(base_files()).documents["vgpu-record.json"])
+
+    def check(extra, inner):
+        doc = base | {key: value for key, value in extra.items() if key not in base}
+        known = doc["container"]
+        doc["container"] = known | {key: value for key, value in inner.items() if key not in (*known, "image", "name")}
+        assert Record.from_bytes(canonical_json.write(doc)).to_json() == doc
+
+    fuzz(check, st.dictionaries(TEXT, JSON, max_size=5), st.dictionaries(TEXT, JSON, max_size=5))
+
+
+def test_envelope_comes_back_and_no_two_have_the_same_signed_bytes():
+    def check(first, second):
+        envelopes = [Envelope(*parts) for parts in (first, second)]
+        again = Envelope.from_json(
+            Fields(canonical_json.read(canonical_json.write(envelopes[0].to_json()), where="x"), "x")
+        )
+        assert again == envelopes[0]
+        signed = [pre_authentication_encoding(envelope.payload_type, envelope.payload) for envelope in envelopes]
+        assert (signed[0] == signed[1]) == (first[:2] == second[:2])
+
+    parts = st.tuples(TEXT, st.binary(max_size=50), st.binary(max_size=80))
+    fuzz(check, parts, parts)
+
+
+# ---- mutations -----------------------------------------------------------------------------------
+
+
+@st.composite
+def mutated(draw, seed):
+    """A real document with a few bytes changed, cut out, doubled or put in."""
+    data = bytearray(seed)
+    for _ in range(draw(st.integers(min_value=1, max_value=4))):
+        at = draw(st.integers(min_value=0, max_value=len(data)))
+        length = draw(st.integers(min_value=0, max_value=16))
+        kind = draw(st.sampled_from(["flip", "cut", "double", "insert", "end", "number"]))
+        if kind == "flip" and at < len(data):
+            data[at] ^= 1 << draw(st.integers(min_value=0, max_value=7))
+        elif kind == "cut":
+            del data[at : at + length]
+        elif kind == "double":
+            data[at:at] = data[at : at + length]
+        elif kind == "insert":
+            data[at:at] = draw(st.binary(max_size=16))
+        elif kind == "end":
+            del data[at:]
+        elif kind == "number":
+            data[at : at + 8] = draw(
+                st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\0" * 7 + b"\x80", b"1" * 8, b"-1,0.5e9", b'":[[[{"\\'])
+            )
+    return bytes(data)
+
+
+SEALED = Sealed(base_files(), chunk_size=SMALL_CHUNK)
+DOCUMENTS = SEALED.documents
+BUNDLE = DOCUMENTS["vgpu-signature.json"]
+TAR = make_tar(inside(SEALED.all(base_files())) + outside())
+POLICY = Policy(keys={TRUSTED.key_id: TrustedKey("fuzz", Path("fuzz.pub"), TRUSTED.public)})
+PARSERS = {
+    "index": (chunk_index.from_bytes, DOCUMENTS["vgpu-index.bin"]),
+    "record": (Record.from_bytes, DOCUMENTS["vgpu-record.json"]),
+    "manifest": (Manifest.from_bytes, DOCUMENTS["vgpu-manifest.json"]),
+    "bundle": (Bundle.from_bytes, BUNDLE),
+    "statement": (Statement.from_bytes, Bundle.from_bytes(BUNDLE).envelope.payload),
+    "policy": (lambda data: parse_default(data, Path("policy.json")), b'{"version":1,"default":"refuse-untrusted"}'),
+    "public key": (lambda data: parse_public_key(data, where="x"), TRUSTED.public.to_pem()),
+    "json": (lambda data: canonical_json.read(data, where="x"), DOCUMENTS["vgpu-record.json"]),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_parser_fails_only_with_our_errors(name):
+    parse, seed = PARSERS[name]
+    parse(seed)
+
+    def check(data):
+        try:
+            parse(data)
+        except VgpuError as error:
+            assert error.message
+            assert "{" not in type(error).__name__
+
+    fuzz(check, mutated(seed))
+
+
+def test_index_of_any_bytes_fails_only_with_our_errors():
+    header = DOCUMENTS["vgpu-index.bin"][:128]
+
+    def check(numbers, tail):
+        data = bytearray(header + tail)
+        for at, value in numbers:
+            data[at : at + 4] = value.to_bytes(4, "little")
+        try:
+            chunk_index.from_bytes(bytes(data))
+        except VgpuError as error:
+            assert error.exit_code in (50, 51, 53, 54, 55, 56)
+
+    numbers = st.lists(
+        st.tuples(st.integers(min_value=8, max_value=124), st.integers(min_value=0, max_value=2**32 - 1)), max_size=5
+    )
+    fuzz(check, numbers, st.binary(max_size=600))
+
+
+COMPRESSIONS = {"none": bytes, "gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_an_archive_fails_only_with_our_errors_and_never_verifies_another_content(compression, tmp_path):
+    path = tmp_path / "archive"
+    whole = COMPRESSIONS[compression](TAR)
+    path.write_bytes(whole)
+    expected = archive.verify_archive(path, POLICY).verified.manifest_digest
+
+    def check(data):
+        path.write_bytes(data)
+        try:
+            found = archive.verify_archive(path, POLICY)
+        except VgpuError:
+            return
+        assert found.verified.manifest_digest == expected
+
+    fuzz(check, mutated(whole))
+
+
+def test_an_oci_archive_fails_only_with_our_errors(tmp_path):
+    path = tmp_path / "image.tar"
+    whole = make_tar(sorted(oci_files(TAR).items()))
+    path.write_bytes(whole)
+    assert source.verify(str(path), POLICY).kind == "OCI image"
+
+    def check(data):
+        path.write_bytes(data)
+        for run in (lambda: source.verify(str(path), POLICY), lambda: source.read_claims(str(path))):
+            try:
+                run()
+            except VgpuError as error:
+                assert error.exit_code
+
+    fuzz(check, mutated(whole))
+
+
+def test_a_directory_fails_only_with_our_errors(tmp_path):
+    content = SEALED.all(base_files())
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+
+    def check(choice, data):
+        name, is_same = choice, data == content[choice]
+        (tmp_path / name).write_bytes(data)
+        try:
+            verify_directory(tmp_path, POLICY)
+        except VgpuError:
+            assert not is_same
+        else:
+            # JSON has white space that changes no value, but every document is under a digest or a signature.
+            assert is_same or name == "vgpu-signature.json"
+        finally:
+            (tmp_path / name).write_bytes(content[name])
+
+    pairs = st.sampled_from(sorted(content)).flatmap(lambda name: st.tuples(st.just(name), mutated(content[name])))
+    fuzz(lambda pair: check(*pair), pairs)
+
+
+def test_the_security_projection_takes_any_shape():
+    keys = st.sampled_from([*security_config._KNOWN_KEYS.values(), "other"])
+    shapes = st.recursive(
+        st.none() | st.booleans() | st.integers() | TEXT,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=5),
+        max_leaves=30,
+    )
+    docs = st.dictionaries(keys, shapes, max_size=8)
+    base = security_config.project(CONFIG, bundle="/b", container_id="c")
+
+    def check(doc, replaced):
+        for config in (doc, {**CONFIG, **replaced}, {**CONFIG, "process": doc}, {**CONFIG, "linux": doc}):
+            found = security_config.project(config, bundle="/b", container_id="c")
+            canonical_json.write(found)
+            assert security_config.differences(found, found) == []
+            lines = security_config.differences(base, found)
+            assert (lines == []) == (base == found)
+
+    fuzz(check, docs, docs)
+
+
+@example(Region("a", 1, 0, 1), Pack("a", 1))
+@given(st.builds(Region, NAME, st.just(5), st.just(0), st.just(1)), st.builds(Pack, NAME, st.just(5)))
+@QUICK
+def test_an_index_whose_pack_is_another_file_is_refused(region, pack):
+    index = Index((region,), build_index([HashedFile(region.name, 5, bytearray(32))]).chunks, (pack,))
+    if region.name == pack.name and region.length == pack.size == 5:
+        chunk_index.from_bytes(chunk_index.to_bytes(index))
+        return
+    with pytest.raises(VgpuError):
+        chunk_index.from_bytes(chunk_index.to_bytes(index))
