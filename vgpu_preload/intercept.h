@@ -1,0 +1,105 @@
+/* How a call is intercepted: WRAP defines the wrapper, NEXT calls the function that would have been called without us.
+ *
+ * A file in calls/ looks like this, and nothing else is needed beside its line in calls.def:
+ *
+ *     WRAP(CUresult, cuInit, (unsigned int flags))
+ *     {
+ *         CUresult rc = NEXT(cuInit, flags);
+ *         if (rc == CUDA_SUCCESS) helper_start();
+ *         return rc;
+ *     }
+ *
+ * No wrapper holds a lock across NEXT.
+ */
+#ifndef VGPU_INTERCEPT_H
+#define VGPU_INTERCEPT_H
+
+#include <features.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "cuda_abi.h"
+
+#ifdef __GLIBC__
+#define VGPU_HAVE_DLVSYM 1
+#else
+#define VGPU_HAVE_DLVSYM 0 /* musl has no symbol versions to ask for */
+#endif
+
+#define EXPORTED __attribute__((visibility("default")))
+
+#if defined(__clang__)
+#define TAIL_CALL __attribute__((musttail))
+#else
+#define TAIL_CALL /* gcc -O2 makes the jump by itself; the RTLD_NEXT test of each build holds it to that */
+#endif
+
+enum call_id {
+#define DRIVER_CALL(result, name, parameters, missing) CALL_##name,
+#define LINKER_CALL DRIVER_CALL
+#include "calls.def"
+#undef DRIVER_CALL
+#undef LINKER_CALL
+    CALL_COUNT,
+    CALL_NONE = CALL_COUNT
+};
+
+/* The function type, the exported name and the wrapper behind it. The wrapper has a hidden name of its own, so that its
+ * address is ours whatever the executable or another preload defines under the public one. */
+#define DRIVER_CALL(result, name, parameters, missing) \
+    typedef result name##_function parameters; \
+    EXPORTED result name parameters; \
+    result wrap_##name parameters;
+#define LINKER_CALL DRIVER_CALL
+#include "calls.def"
+#undef DRIVER_CALL
+#undef LINKER_CALL
+
+#define WRAP(result, name, parameters) \
+    EXPORTED result name parameters __attribute__((alias("wrap_" #name))); \
+    result wrap_##name parameters
+
+/* One passage through a driver call in this thread; ends by itself at the end of NEXT. */
+struct passage {
+    enum call_id id;
+    void *function;
+};
+
+struct passage passage_enter(enum call_id id);
+void passage_leave(struct passage *passage);
+
+#define NEXT(name, ...) \
+    __extension__({ \
+        __attribute__((cleanup(passage_leave))) struct passage passage = passage_enter(CALL_##name); \
+        ((name##_function *)passage.function)(__VA_ARGS__); \
+    })
+
+/* What NEXT would call now, for whoever needs its address. */
+void *function_behind(enum call_id id);
+
+/* The real linker call, to be jumped to: it may look at its return address to learn who asks. */
+#define NEXT_IN_LINKER(name) ((name##_function *)linker_function(CALL_##name))
+void *linker_function(enum call_id id);
+
+/* Which intercepted call has this public name: CALL_NONE for every other name, and for NULL. */
+enum call_id call_named(const char *name);
+
+/* True when `asker`, a code address, lies in an object that defines this call itself: another interposer. */
+bool defined_by_asker(enum call_id id, const void *asker);
+
+/* True for dlsym and dlvsym. */
+bool is_linker_call(enum call_id id);
+
+/* True when somebody else in the process defines it. */
+bool defined_elsewhere(enum call_id id);
+
+/* True when `function` is our wrapper, which is also the address of our exported symbol. */
+bool is_ours(enum call_id id, const void *function);
+
+/* Remembers that `found` is what the application was about to use and gives the wrapper to use instead. */
+void *substitute(enum call_id id, void *found, bool asker_is_interposer);
+
+/* The same for the result of the driver's own cuGetProcAddress. */
+void substitute_proc_address(const char *symbol, int cuda_version, void **function);
+
+#endif
