@@ -1,0 +1,156 @@
+/* The table of address ranges the driver knows, and device memory made from memfds.
+ *
+ * Every device allocation is a shared mapping of its own memfd, so a process that holds device memory shows it in /proc/PID/maps
+ * and a checkpoint has something to take away.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "driver.h"
+
+pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
+struct range **ranges; /* sorted by base */
+size_t range_count;
+static size_t range_room;
+static uint64_t next_buffer_id = 1;
+
+static size_t first_above(uint64_t address)
+{
+    size_t low = 0, high = range_count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (ranges[middle]->base > address) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+struct range *range_find(uint64_t address)
+{
+    size_t above = first_above(address);
+    if (above == 0) return NULL;
+    struct range *range = ranges[above - 1];
+    return address - range->base < range->size ? range : NULL;
+}
+
+CUresult range_add(struct range content)
+{
+    if (range_count == range_room) {
+        size_t room = range_room ? range_room * 2 : 64;
+        struct range **grown = realloc(ranges, room * sizeof *grown);
+        NEED(grown, CUDA_ERROR_OUT_OF_MEMORY);
+        ranges = grown;
+        range_room = room;
+    }
+    struct range *range = malloc(sizeof *range);
+    NEED(range, CUDA_ERROR_OUT_OF_MEMORY);
+    *range = content;
+    range->buffer_id = next_buffer_id++;
+    size_t at = first_above(range->base);
+    memmove(ranges + at + 1, ranges + at, (range_count - at) * sizeof *ranges);
+    ranges[at] = range;
+    range_count++;
+    return CUDA_SUCCESS;
+}
+
+void range_remove(struct range *range)
+{
+    size_t at = first_above(range->base) - 1;
+    memmove(ranges + at, ranges + at + 1, (range_count - at - 1) * sizeof *ranges);
+    range_count--;
+    free(range);
+}
+
+/* The name tells an importer which device the memory belongs to. */
+int memory_new_memfd(int device, size_t bytes)
+{
+    char name[64], uuid[41];
+    uuid_text(devices[device].uuid, uuid);
+    snprintf(name, sizeof name, "software-gpu:%s", uuid);
+    int fd = (int)syscall(SYS_memfd_create, name, 1u /* MFD_CLOEXEC */);
+    if (fd >= 0 && ftruncate(fd, (off_t)bytes) != 0) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+static void *map_new_memory(int device, size_t span)
+{
+    int fd = memory_new_memfd(device, span);
+    if (fd < 0) return MAP_FAILED;
+    void *address = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    return address;
+}
+
+CUresult memory_allocate(CUcontext context, size_t bytes, uint64_t *address)
+{
+    size_t span = ROUND_UP(bytes, PAGE);
+    NEED(bytes > 0 && span >= bytes, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    CUresult rc = device_reserve(context->device, span);
+    void *mapped = rc == CUDA_SUCCESS ? map_new_memory(context->device, span) : MAP_FAILED;
+    if (rc == CUDA_SUCCESS) {
+        struct range range = {.base = (uint64_t)mapped, .size = bytes, .span = span, .kind = RANGE_DEVICE, .device = context->device, .access = 3, .context = context};
+        rc = mapped == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : range_add(range);
+        if (rc != CUDA_SUCCESS) {
+            device_give_back(context->device, span);
+            if (mapped != MAP_FAILED) munmap(mapped, span);
+        }
+    }
+    *address = (uint64_t)mapped;
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
+
+static void free_range(struct range *range)
+{
+    if (range->kind == RANGE_DEVICE) device_give_back(range->device, range->span);
+    if (range->kind != RANGE_REGISTERED) munmap((void *)range->base, range->span);
+    range_remove(range);
+}
+
+void memory_free_address(uint64_t address)
+{
+    pthread_mutex_lock(&driver_lock);
+    struct range *range = range_find(address);
+    if (range && range->base == address && range->kind != RANGE_MAPPED) free_range(range);
+    pthread_mutex_unlock(&driver_lock);
+}
+
+/* VMM mappings outlive contexts; everything else of the context goes. */
+void memory_free_context(CUcontext context)
+{
+    pthread_mutex_lock(&driver_lock);
+    for (size_t n = range_count; n-- > 0;)
+        if (ranges[n]->context == context) free_range(ranges[n]);
+    pthread_mutex_unlock(&driver_lock);
+}
+
+/* True when all of it is memory the device may touch; neighbouring ranges count as one. */
+bool memory_is_device(uint64_t address, size_t bytes, bool write)
+{
+    bool ok = true;
+    uint64_t end = address + bytes;
+    pthread_mutex_lock(&driver_lock);
+    do {
+        struct range *range = range_find(address);
+        ok = range && (range->access & 1) && (!write || (range->access & 2));
+        if (ok) address = range->base + range->size;
+    } while (ok && address < end);
+    pthread_mutex_unlock(&driver_lock);
+    return ok;
+}
+
+/* Ordinary memory of the process. Driver address space (ranges and reservations) is never that. */
+bool memory_is_pageable_host(uint64_t address)
+{
+    pthread_mutex_lock(&driver_lock);
+    bool known = range_find(address) != NULL || vmm_is_reserved(address);
+    pthread_mutex_unlock(&driver_lock);
+    return !known;
+}

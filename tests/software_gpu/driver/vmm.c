@@ -1,0 +1,350 @@
+/* Virtual memory management: reserved address ranges, physical memory behind handles, mappings, POSIX descriptors.
+ *
+ * Physical memory is a memfd. A handle keeps one reference, each mapping another; the memory goes with the last one.
+ * Only the creator may export: exporting an imported handle is an invalid argument, as measured on the real driver.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "driver.h"
+
+#define PHYSICAL_MAGIC 0x6c617369796870ull
+
+struct reservation { uint64_t base, size; struct reservation *next; };
+static struct reservation *reservations;
+struct physical *all_physical;
+
+static struct physical *from_handle(CUmemGenericAllocationHandle handle)
+{
+    for (struct physical *p = all_physical; p; p = p->next)
+        if ((uint64_t)p == handle) return p;
+    return NULL;
+}
+
+static void drop(struct physical *physical)
+{
+    if (--physical->references > 0) return;
+    struct physical **link = &all_physical;
+    while (*link != physical) link = &(*link)->next;
+    *link = physical->next;
+    if (!physical->is_imported) device_give_back(physical->device, physical->bytes);
+    close(physical->fd);
+    free(physical);
+}
+
+static CUresult keep(struct physical content, CUmemGenericAllocationHandle *out)
+{
+    struct physical *physical = malloc(sizeof *physical);
+    NEED(physical, CUDA_ERROR_OUT_OF_MEMORY);
+    *physical = content;
+    physical->magic = PHYSICAL_MAGIC;
+    physical->references = 1;
+    physical->next = all_physical;
+    all_physical = physical;
+    *out = (uint64_t)physical;
+    return CUDA_SUCCESS;
+}
+
+bool vmm_has_imports(void)
+{
+    for (struct physical *p = all_physical; p; p = p->next)
+        if (p->is_imported) return true;
+    return false;
+}
+
+bool vmm_is_reserved(uint64_t address)
+{
+    for (struct reservation *r = reservations; r; r = r->next)
+        if (address - r->base < r->size) return true;
+    return false;
+}
+
+static struct reservation **reservation_around(uint64_t base, uint64_t size)
+{
+    struct reservation **link = &reservations;
+    while (*link && !(base >= (*link)->base && base + size <= (*link)->base + (*link)->size)) link = &(*link)->next;
+    return *link ? link : NULL;
+}
+
+static bool overlaps_mapping(uint64_t base, uint64_t size)
+{
+    for (size_t n = 0; n < range_count; n++)
+        if (ranges[n]->base < base + size && base < ranges[n]->base + ranges[n]->size) return true;
+    return false;
+}
+
+static void *reserve_aligned(size_t size, size_t alignment, uint64_t hint)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (hint) {
+        void *there = mmap((void *)hint, size, PROT_NONE, flags, -1, 0);
+        if (there == (void *)hint) return there;
+        if (there != MAP_FAILED) munmap(there, size);
+    }
+    char *wide = mmap(NULL, size + alignment, PROT_NONE, flags, -1, 0);
+    if (wide == MAP_FAILED) return MAP_FAILED;
+    char *start = (char *)ROUND_UP((uint64_t)wide, alignment);
+    if (start > wide) munmap(wide, (size_t)(start - wide));
+    if (wide + alignment > start) munmap(start + size, (size_t)(wide + alignment - start));
+    return start;
+}
+
+API(cuMemAddressReserve, (CUdeviceptr *out, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags), (out, size, alignment, hint, flags))
+{
+    NEED(out && size && size % GRANULARITY == 0 && flags == 0 && (alignment & (alignment - 1)) == 0, CUDA_ERROR_INVALID_VALUE);
+    struct reservation *reservation = malloc(sizeof *reservation);
+    NEED(reservation, CUDA_ERROR_OUT_OF_MEMORY);
+    void *base = reserve_aligned(size, alignment > GRANULARITY ? alignment : GRANULARITY, hint % GRANULARITY ? 0 : hint);
+    if (base == MAP_FAILED) {
+        free(reservation);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pthread_mutex_lock(&driver_lock);
+    *reservation = (struct reservation){(uint64_t)base, size, reservations};
+    reservations = reservation;
+    pthread_mutex_unlock(&driver_lock);
+    *out = (uint64_t)base;
+    return CUDA_SUCCESS;
+}
+
+static CUresult address_free(uint64_t base, size_t size)
+{
+    struct reservation **link = reservation_around(base, size);
+    NEED(link && (*link)->base == base && (*link)->size == size && !overlaps_mapping(base, size), CUDA_ERROR_INVALID_VALUE);
+    struct reservation *gone = *link;
+    *link = gone->next;
+    free(gone);
+    munmap((void *)base, size);
+    return CUDA_SUCCESS;
+}
+
+API(cuMemAddressFree, (CUdeviceptr base, size_t size), (base, size))
+{
+    pthread_mutex_lock(&driver_lock);
+    CUresult rc = address_free(base, size);
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
+
+static CUresult check_properties(const CUmemAllocationProp *wanted)
+{
+    NEED(wanted && wanted->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
+    NEED(wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_NOT_SUPPORTED);
+    NEED(device_is_valid(wanted->location.id), CUDA_ERROR_INVALID_DEVICE);
+    NEED(!(wanted->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), CUDA_ERROR_NOT_SUPPORTED);
+    return CUDA_SUCCESS;
+}
+
+API(cuMemGetAllocationGranularity, (size_t *out, const CUmemAllocationProp *wanted, int option), (out, wanted, option))
+{
+    NEED(out && (option == 0 || option == 1), CUDA_ERROR_INVALID_VALUE);
+    TRY(check_properties(wanted));
+    *out = GRANULARITY;
+    return CUDA_SUCCESS;
+}
+
+static CUresult create_physical(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *wanted)
+{
+    int device = wanted->location.id;
+    TRY(device_claim(device));
+    TRY(device_reserve(device, size));
+    int fd = memory_new_memfd(device, size);
+    CUresult rc = CUDA_ERROR_OUT_OF_MEMORY;
+    if (fd >= 0) rc = keep((struct physical){.bytes = size, .device = device, .fd = fd, .handle_types = wanted->requestedHandleTypes}, out);
+    if (rc != CUDA_SUCCESS) {
+        if (fd >= 0) close(fd);
+        device_give_back(device, size);
+    }
+    return rc;
+}
+
+API(cuMemCreate, (CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *wanted, unsigned long long flags), (out, size, wanted, flags))
+{
+    NEED(out && size && size % GRANULARITY == 0 && flags == 0, CUDA_ERROR_INVALID_VALUE);
+    TRY(check_properties(wanted));
+    pthread_mutex_lock(&driver_lock);
+    CUresult rc = create_physical(out, size, wanted);
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
+
+API(cuMemRelease, (CUmemGenericAllocationHandle handle), (handle))
+{
+    pthread_mutex_lock(&driver_lock);
+    struct physical *physical = from_handle(handle);
+    if (physical) drop(physical);
+    pthread_mutex_unlock(&driver_lock);
+    return physical ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult map(uint64_t base, size_t size, size_t offset, CUmemGenericAllocationHandle handle)
+{
+    struct physical *physical = from_handle(handle);
+    NEED(physical && offset + size <= physical->bytes && reservation_around(base, size), CUDA_ERROR_INVALID_VALUE);
+    NEED(!overlaps_mapping(base, size), CUDA_ERROR_ALREADY_MAPPED);
+    void *mapped = mmap((void *)base, size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, (off_t)offset);
+    NEED(mapped != MAP_FAILED, CUDA_ERROR_MAP_FAILED);
+    struct range range = {.base = base, .size = size, .span = size, .kind = RANGE_MAPPED, .device = physical->device, .physical = physical, .offset = offset};
+    TRY(range_add(range));
+    physical->references++;
+    return CUDA_SUCCESS;
+}
+
+API(cuMemMap, (CUdeviceptr base, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags), (base, size, offset, handle, flags))
+{
+    NEED(size && (base | size | offset) % GRANULARITY == 0 && flags == 0, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    CUresult rc = map(base, size, offset, handle);
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
+
+/* Both ends must be ends of mappings, and there must be no hole. */
+static bool covers_whole_mappings(uint64_t base, uint64_t size)
+{
+    uint64_t at = base;
+    while (at < base + size) {
+        struct range *range = range_find(at);
+        if (!range || range->kind != RANGE_MAPPED || range->base != at) return false;
+        at += range->size;
+    }
+    return at == base + size;
+}
+
+static void unmap_one(struct range *range)
+{
+    mmap((void *)range->base, range->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    struct physical *physical = range->physical;
+    range_remove(range);
+    drop(physical);
+}
+
+API(cuMemUnmap, (CUdeviceptr base, size_t size), (base, size))
+{
+    stream_wait_context(NULL); /* work in flight may use it */
+    pthread_mutex_lock(&driver_lock);
+    bool ok = size && covers_whole_mappings(base, size);
+    for (uint64_t at = base; ok && at < base + size;) {
+        struct range *range = range_find(at);
+        at += range->size;
+        unmap_one(range);
+    }
+    pthread_mutex_unlock(&driver_lock);
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult set_access(uint64_t base, size_t size, int access)
+{
+    NEED(covers_whole_mappings(base, size), CUDA_ERROR_INVALID_VALUE);
+    int protection = access == 3 ? PROT_READ | PROT_WRITE : access == 1 ? PROT_READ : PROT_NONE;
+    NEED(mprotect((void *)base, size, protection) == 0, CUDA_ERROR_OPERATING_SYSTEM);
+    for (uint64_t at = base; at < base + size;) {
+        struct range *range = range_find(at);
+        range->access = access;
+        at += range->size;
+    }
+    return CUDA_SUCCESS;
+}
+
+API(cuMemSetAccess, (CUdeviceptr base, size_t size, const CUmemAccessDesc *wanted, size_t count), (base, size, wanted, count))
+{
+    NEED(wanted && count > 0 && size, CUDA_ERROR_INVALID_VALUE);
+    CUresult rc = CUDA_SUCCESS;
+    pthread_mutex_lock(&driver_lock);
+    for (size_t n = 0; n < count && rc == CUDA_SUCCESS; n++) {
+        bool ok = wanted[n].location.type == CU_MEM_LOCATION_TYPE_DEVICE && device_is_valid(wanted[n].location.id);
+        rc = ok ? set_access(base, size, wanted[n].flags) : CUDA_ERROR_INVALID_VALUE;
+    }
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
+
+API(cuMemGetAccess, (unsigned long long *flags, const CUmemLocation *location, CUdeviceptr address), (flags, location, address))
+{
+    NEED(flags && location, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    struct range *range = range_find(address);
+    bool ok = range && range->kind == RANGE_MAPPED;
+    if (ok) *flags = location->id == range->device ? (unsigned long long)range->access : 0;
+    pthread_mutex_unlock(&driver_lock);
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API(cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle *out, void *address), (out, address))
+{
+    NEED(out, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    struct range *range = range_find((uint64_t)address);
+    bool ok = range && range->kind == RANGE_MAPPED;
+    if (ok) {
+        range->physical->references++;
+        *out = (uint64_t)range->physical;
+    }
+    pthread_mutex_unlock(&driver_lock);
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API(cuMemGetAllocationPropertiesFromHandle, (CUmemAllocationProp *out, CUmemGenericAllocationHandle handle), (out, handle))
+{
+    NEED(out, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    struct physical *physical = from_handle(handle);
+    if (physical)
+        *out = (CUmemAllocationProp){.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = physical->handle_types,
+                                     .location = {CU_MEM_LOCATION_TYPE_DEVICE, physical->device}};
+    pthread_mutex_unlock(&driver_lock);
+    return physical ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API(cuMemExportToShareableHandle, (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
+{
+    NEED(out && flags == 0 && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    struct physical *physical = from_handle(handle);
+    bool ok = physical && !physical->is_imported && (physical->handle_types & type);
+    int fd = ok ? fcntl(physical->fd, F_DUPFD_CLOEXEC, 0) : -1;
+    pthread_mutex_unlock(&driver_lock);
+    NEED(ok, CUDA_ERROR_INVALID_VALUE);
+    NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
+    *(int *)out = fd;
+    return CUDA_SUCCESS;
+}
+
+/* The device a descriptor of ours belongs to, from the memfd's name; -1 for anything else. */
+static int device_of_fd(int fd)
+{
+    char link[64], target[128] = "", uuid[41];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, target, sizeof target - 1) < 0 || strncmp(target, "/memfd:software-gpu:", 20) != 0) return -1;
+    for (int n = 0; n < device_count; n++) {
+        uuid_text(devices[n].uuid, uuid);
+        if (!strncmp(target + 20, uuid, 40)) return n;
+    }
+    return -1;
+}
+
+static CUresult import_fd(CUmemGenericAllocationHandle *out, int shared)
+{
+    struct stat seen;
+    int device = device_of_fd(shared);
+    NEED(device >= 0 && fstat(shared, &seen) == 0, CUDA_ERROR_INVALID_VALUE);
+    TRY(device_claim(device));
+    int fd = fcntl(shared, F_DUPFD_CLOEXEC, 0);
+    NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
+    CUresult rc = keep((struct physical){.bytes = (size_t)seen.st_size, .device = device, .fd = fd, .handle_types = 1, .is_imported = true}, out);
+    if (rc != CUDA_SUCCESS) close(fd);
+    return rc;
+}
+
+API(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *out, void *shared, int type), (out, shared, type))
+{
+    NEED(out && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&driver_lock);
+    CUresult rc = import_fd(out, (int)(intptr_t)shared);
+    pthread_mutex_unlock(&driver_lock);
+    return rc;
+}
