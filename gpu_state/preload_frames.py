@@ -1,0 +1,106 @@
+"""Frames of the preload's protocol (spec/preload-protocol.md): a 16-byte header, then JSON.
+
+Pure: bytes in, frames out. Believes nothing of a peer: magic, version and length are checked before anything is kept.
+Used by registration.py.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAGIC = 0x55504756  # "VGPU"
+VERSION = 1
+MAX_PAYLOAD = 65536
+_HEADER = struct.Struct("<IHHII")
+
+
+class FrameType(IntEnum):
+    """What a frame says; other numbers are ignored."""
+
+    HELLO = 1
+    WELCOME = 2
+    DETACH = 3
+    DETACHED = 4
+    PING = 5
+    PONG = 6
+
+
+class FrameError(ValueError):
+    """The peer does not speak the protocol; the connection is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame."""
+
+    type: int
+    sequence: int
+    payload: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The frame on the wire."""
+        body = json.dumps(self.payload).encode()
+        return _HEADER.pack(MAGIC, VERSION, self.type, len(body), self.sequence) + body
+
+
+class FrameReader:
+    """Cuts what arrives into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Every frame that `data` completes."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            magic, version, kind, length, sequence = _HEADER.unpack_from(self._buffer)
+            if magic != MAGIC or version != VERSION or length > MAX_PAYLOAD:
+                raise FrameError(f"magic {magic:#x}, version {version}, length {length}")
+            if len(self._buffer) < _HEADER.size + length:
+                return
+            body = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
+            del self._buffer[: _HEADER.size + length]
+            yield Frame(kind, sequence, _payload(body))
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a preload says of its process. Claims of the container: shown to the user, never decided upon."""
+
+    ns_pid: int
+    build_id: str
+    libc: str
+    driver_version: int
+    devices: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, doc: dict[str, Any]) -> Hello:
+        """Read the payload of HELLO."""
+        devices = doc.get("devices", [])
+        if not isinstance(devices, list) or not isinstance(doc.get("pid"), int):
+            raise FrameError("HELLO without pid or with devices that are no list")
+        uuids = (device.get("uuid") for device in devices if isinstance(device, dict))
+        return cls(
+            ns_pid=doc["pid"],
+            build_id=str(doc.get("build_id", "")),
+            libc=str(doc.get("libc", "")),
+            driver_version=version if isinstance(version := doc.get("driver_version"), int) else 0,
+            devices=tuple(uuid for uuid in uuids if isinstance(uuid, str)),
+        )
+
+
+def _payload(body: bytes) -> dict[str, Any]:
+    try:
+        doc = json.loads(body) if body else {}
+    except (ValueError, RecursionError) as problem:
+        raise FrameError("payload is no JSON") from problem
+    if not isinstance(doc, dict):
+        raise FrameError("payload is no object")
+    return doc

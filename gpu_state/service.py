@@ -1,0 +1,341 @@
+"""What the agent does for each verb, and who holds which lease (spec/agent-protocol.md).
+
+One verb at a time per container. Knows no socket: server.py brings requests and says when a client has gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpu_state import node_facts
+from gpu_state.deadline import Deadline
+from gpu_state.freeze import Freeze, FreezeOrder, Tools
+from gpu_state.leases import Lease, new_lease_id
+from gpu_state.processes import cgroup_folders, thaw_cgroup
+from gpu_state.thaw import Thaw
+from vgpu_errors import AgentRefused, DriverMissing, GpuStateLost, NotEnoughDeviceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpu_state.phases import Phases
+    from gpu_state.processes import ProcessIdentity
+    from gpu_state.registration import Registration
+    from gpu_state.remote_driver import DriverNode
+    from gpu_state.requests import Request
+
+VERSION = "0.1.0"
+_LOOK_S = 1.0
+_RETRY_S = 2.0
+# A 140 GiB device takes the driver about 90 s out and 30 s in at the rates measured, and a thaw may have to wait for the one
+# before it does the other.
+_ABANDON_S = 180.0
+log = logging.getLogger("vgpu-agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The connection that asks: its process, and how to know that it has gone. Compared by identity."""
+
+    process: ProcessIdentity
+    why_cancelled: Callable[[], str | None]
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Service:
+    """The agent without its sockets."""
+
+    def __init__(self, tools: Tools, registration: Registration, stop: Callable[[], None]) -> None:
+        self._tools = tools
+        self._registration = registration
+        self._stop = stop
+        self._guard = threading.Lock()
+        self._busy: set[str] = set()
+        # Lease -> the connection that holds it; None after a restart of the agent, until its owner comes back.
+        self._leases: dict[str, tuple[Lease, Caller | None]] = {}
+
+    def perform(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:
+        """Do one verb."""
+        verb = _VERBS.get(request.verb)
+        if verb is None:
+            raise AgentRefused(verb=repr(request.verb), what="there is no such verb")
+        return verb(self, request, caller, phases)
+
+    def has_work(self) -> bool:
+        """A lease is in force or a verb is under way."""
+        with self._guard:
+            return bool(self._busy or self._leases)
+
+    # ---- verbs ---------------------------------------------------------------------------------------
+
+    def hello(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
+        """Who the agent is and what the driver offers."""
+        node = self._node(self._deadline(request, caller))
+        return {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "driver_version": node.cuda_version if node else None,
+            "driver_release": node.release if node else None,
+            "devices": [device.to_json() for device in node.devices] if node else [],
+        }
+
+    def facts(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
+        """What this node is."""
+        node = self._node(self._deadline(request, caller))
+        return node_facts.gather(
+            driver_release=node.release if node else None,
+            cuda_version=node.cuda_version if node else None,
+            devices=node.devices if node else (),
+            runtime_path=request.args.text_or_none("runtime"),
+        ).to_json()
+
+    def inventory(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
+        """The GPU processes of a cgroup."""
+        cgroup = _cgroup_of(request)
+        container = request.args.text_or_none("container") or cgroup
+        found = self._tools.inventory.find(container, cgroup, self._deadline(request, caller))
+        return {"processes": [process.to_json() for process in found]}
+
+    def freeze(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:
+        """Freeze a container's GPU processes for this connection."""
+        args = request.args
+        order = FreezeOrder(args.container(), _cgroup_of(request), caller.process, args.text_or_none("unfreeze_cgroup"))
+        with self._alone(order.container, "freeze"):
+            self._refuse_if_leased(order.container, "freeze")
+            try:
+                frozen = Freeze(order, self._tools).run(self._deadline(request, caller), phases)
+            except Exception:
+                self._go_on_undoing(order.container)
+                raise
+            with self._guard:
+                self._leases[frozen.lease.id] = frozen.lease, caller
+        return {
+            "lease": frozen.lease.id,
+            "processes": [process.to_json() for process in frozen.processes],
+            "phases": phases.to_json(),
+        }
+
+    def release(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:
+        """End a lease: leave the processes as they are, or thaw them."""
+        lease, keep = self._lease_of(request.args.text("lease"), caller), request.args.flag("keep")
+        with self._alone(lease.container, "release"):
+            self._take(lease.id)
+            if keep:
+                self._tools.journal.remove(lease.container)
+                return {"processes": [], "phases": []}
+            deadline = Deadline(request.args.deadline_s(_ABANDON_S))
+            try:
+                self._thaw(lease, deadline, phases)
+            except (GpuStateLost, NotEnoughDeviceMemory):
+                raise  # trying again changes nothing until somebody acts
+            except Exception:
+                self._go_on_undoing(lease.container)
+                raise
+            found = self._tools.inventory.find(lease.container, lease.cgroup, deadline)
+        return {"processes": [process.to_json() for process in found], "phases": phases.to_json()}
+
+    def thaw(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:
+        """Bring the GPU processes of a container back that CRIU has just restored."""
+        args = request.args
+        container, cgroup = args.container(), _cgroup_of(request)
+        # A client that leaves does not stop a thaw: half a thaw is what nobody wants.
+        deadline = Deadline(args.deadline_s())
+        with self._alone(container, "thaw"):
+            self._refuse_if_leased(container, "thaw")
+            with phases("find"):
+                found = self._tools.inventory.find(container, cgroup, deadline)
+            lease = Lease(
+                new_lease_id(),
+                container,
+                cgroup,
+                caller.process,
+                tuple((process.identity, process.shown.comm) for process in found),
+                device_map=args.device_map(),
+            )
+            self._tools.journal.write(lease)
+            self._thaw(lease, deadline, phases)
+            found = self._tools.inventory.find(container, cgroup, deadline)
+        return {"processes": [process.to_json() for process in found], "phases": phases.to_json()}
+
+    def watch(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
+        """Make the container's control socket."""
+        self._registration.watch(request.args.container(), self._deadline(request, caller))
+        return {}
+
+    def shutdown(self, _request: Request, _caller: Caller, _phases: Phases) -> dict[str, Any]:
+        """End the agent as SIGTERM does."""
+        self._stop()
+        return {}
+
+    # ---- leases without a client -----------------------------------------------------------------------
+
+    def client_gone(self, caller: Caller) -> None:
+        """Thaw what this connection still held."""
+        with self._guard:
+            held = [lease for lease, holder in self._leases.values() if holder is caller]
+        for lease in held:
+            log.warning("the client of container %s went away while it was frozen: thawing", lease.container)
+            self._abandon(lease)
+
+    def recover(self) -> None:
+        """Take over what an agent left that was killed: thaw, or wait for an owner that is still there."""
+        for lease in list(self._tools.journal.entries()):
+            with self._guard:
+                self._leases[lease.id] = lease, None
+            if lease.owner.is_alive():
+                threading.Thread(target=self._await_owner, args=(lease,), daemon=True).start()
+            else:
+                log.warning("container %s was left frozen by an agent that was killed: thawing", lease.container)
+                self._abandon(lease)
+
+    def abandon_all(self) -> None:
+        """Thaw everything; the agent must go."""
+        with self._guard:
+            held = [lease for lease, _ in self._leases.values()]
+        for lease in held:
+            self._abandon(lease)
+
+    def _await_owner(self, lease: Lease) -> None:
+        try:
+            fd = os.pidfd_open(lease.owner.pid)
+        except OSError:
+            self._abandon(lease)
+            return
+        try:
+            waiting = select.poll()
+            waiting.register(fd, select.POLLIN)
+            while self._is_orphan(lease):
+                if waiting.poll(_LOOK_S * 1000) or not lease.owner.is_alive():
+                    self._abandon(lease)
+                    return
+        finally:
+            os.close(fd)
+
+    def _go_on_undoing(self, container: str) -> None:
+        """An undo that failed has left its journal entry: go on with it when the client has its answer."""
+        for lease in self._tools.journal.entries():
+            if lease.container == container:
+                with self._guard:
+                    self._leases[lease.id] = lease, None
+                threading.Thread(target=self._keep_trying, args=(lease,), daemon=True).start()
+
+    def _keep_trying(self, lease: Lease) -> None:
+        while self._is_orphan(lease):
+            threading.Event().wait(_RETRY_S)
+            self._abandon(lease, is_final=False)
+
+    def _abandon(self, lease: Lease, *, is_final: bool = True) -> None:
+        """Thaw without a client. Where it is not the final attempt, the lease stays in force after a failure."""
+        with self._alone(lease.container, "thaw", wait_s=_ABANDON_S):
+            if not self._is_known(lease):
+                return
+            try:
+                self._thaw(lease, Deadline(_ABANDON_S), None, is_patient=True)
+            except Exception as problem:
+                log.exception("container %s could not be thawed", lease.container)
+                if not is_final and not isinstance(problem, GpuStateLost):
+                    return
+            self._take(lease.id)
+
+    def _thaw(self, lease: Lease, deadline: Deadline, phases: Phases | None, *, is_patient: bool = False) -> None:
+        """The one way back: cgroup first, so that the processes can work at their own restore; journal last."""
+        if lease.unfreeze_cgroup is not None and is_patient:
+            thaw_cgroup(lease.unfreeze_cgroup)
+        thaw = Thaw(
+            self._tools.driver,
+            lease.container,
+            deadline,
+            device_map=lease.device_map,
+            unanswered=[process.pid for process, _ in lease.processes] if is_patient else None,
+        )
+        try:
+            thaw.run(lease.processes, phases)
+        finally:
+            self._tools.sockets.resume(lease.container)
+        # After a failure the entry stays: the next start of the agent tries again with whatever is still alive.
+        self._tools.journal.remove(lease.container)
+
+    # ---- small things ------------------------------------------------------------------------------------
+
+    def _deadline(self, request: Request, caller: Caller) -> Deadline:
+        return Deadline(request.args.deadline_s(), why_cancelled=caller.why_cancelled)
+
+    def _node(self, deadline: Deadline) -> DriverNode | None:
+        try:
+            return self._tools.driver.node(deadline)
+        except DriverMissing:
+            return None
+
+    @contextmanager
+    def _alone(self, container: str, verb: str, wait_s: float = 0.0) -> Iterator[None]:
+        waited = Deadline(wait_s)
+        while not self._enter(container):
+            if waited.remaining() <= 0:
+                raise AgentRefused(verb=verb, what=f"another request is at work on container {container}")
+            threading.Event().wait(0.05)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._busy.discard(container)
+
+    def _enter(self, container: str) -> bool:
+        with self._guard:
+            if container in self._busy:
+                return False
+            self._busy.add(container)
+            return True
+
+    def _refuse_if_leased(self, container: str, verb: str) -> None:
+        with self._guard:
+            if any(lease.container == container for lease, _ in self._leases.values()):
+                raise AgentRefused(verb=verb, what=f"container {container} is frozen under a lease; release that first")
+
+    def _lease_of(self, name: str, caller: Caller) -> Lease:
+        with self._guard:
+            lease, holder = self._leases.get(name, (None, None))
+        if lease is not None and (holder is caller or (holder is None and lease.owner == caller.process)):
+            return lease
+        raise AgentRefused(verb="release", what="this connection holds no such lease")
+
+    def _take(self, name: str) -> None:
+        with self._guard:
+            self._leases.pop(name, None)
+
+    def _is_known(self, lease: Lease) -> bool:
+        with self._guard:
+            return lease.id in self._leases
+
+    def _is_orphan(self, lease: Lease) -> bool:
+        with self._guard:
+            return self._leases.get(lease.id, (None, lease))[1] is None
+
+
+def _cgroup_of(request: Request) -> str:
+    """The cgroup that the client names, which must exist: no processes in a wrong place would look like success."""
+    cgroup = request.args.text("cgroup")
+    if not cgroup_folders(cgroup):
+        raise AgentRefused(verb=request.verb, what=f"there is no cgroup {cgroup}")
+    return cgroup
+
+
+_VERBS: dict[str, Callable[[Service, Request, Caller, Phases], dict[str, Any]]] = {
+    "hello": Service.hello,
+    "facts": Service.facts,
+    "inventory": Service.inventory,
+    "freeze": Service.freeze,
+    "release": Service.release,
+    "thaw": Service.thaw,
+    "watch": Service.watch,
+    "shutdown": Service.shutdown,
+}
