@@ -1,0 +1,1 @@
+"""`vgpu-runtime`: an OCI runtime command line that stands in front of runc or crun."""

@@ -1,0 +1,274 @@
+"""The `checkpoint` verb: freezes the GPU side, has the low-level runtime dump the CPU side, seals and signs the image.
+
+A container whose processes use no GPU is none of its business: the low-level runtime takes over unseen.
+Refuses pre-dump, parent images and lazy pages of GPU containers: CRIU's page tracking knows nothing of GPU memory.
+
+The steps, and what a crash after each leaves behind (the lease is the agent's, gpu_state/leases.py):
+
+1. prepare      key, space and GPU processes looked at, old seal removed   the container as it was, no image
+2. lift_pause   the engine's own pause lifted                              the container running
+3. freeze_gpu   lease taken, GPU processes locked and checkpointed         the agent thaws them
+4. hold         cgroup frozen, so that nothing runs between 5 and 7        the agent unfreezes, then thaws
+5. dump         low-level runtime's checkpoint, always leaving it running  the same; images without a signature
+6. seal         index, record, manifest, signature                        the same; a whole image
+7. end          SIGKILL, delete: the commit                                a whole image
+
+With --leave-running there is no 4 and 7: after 5 the GPU side is thawed and 6 happens beside the running application.
+With --tcp-established CRIU itself must end the processes, or their peers would see the connections close; then a
+failing 6 cannot bring the container back, and the error says so (docs/decisions/0003-hold-then-kill.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_state.client import AgentClient
+from gpu_state.node_facts import NodeFacts
+from gpu_state.processes import GpuProcess
+from gpu_state.undo import Undo
+from image_format.file_names import is_ours
+from image_format.keys import load_signing_key
+from image_format.record import LowLevelRuntime, Phase
+from image_format.sealing import remove_old_seal, seal
+from runtime_shim import freezer, state_file
+from runtime_shim.progress import Progress
+from runtime_shim.record_building import build_record
+from runtime_shim.supervise import Shield, run_child
+from runtime_shim.target import Target, find_target
+from vgpu_errors import CheckpointFailed, NotEnoughSpace, UnsupportedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from image_format.keys import SigningKey
+    from oci_hook.settings import Settings
+    from runtime_shim.arguments import Arguments
+    from runtime_shim.low_level import LowLevel
+
+REFUSED = {
+    "pre-dump": "a pre-dump (podman's --pre-checkpoint) cannot be taken of a GPU container: "
+    "CRIU tracks changed pages of host memory only, and the GPU would have to stop for each round",
+    "parent-path": "a checkpoint of a GPU container cannot build on a pre-dump (podman's --with-previous)",
+    "lazy-pages": "a GPU container cannot be checkpointed with lazy pages: its memory has to be sealed before it ends",
+    "page-server": "a GPU container cannot be checkpointed to a page server: its memory has to be sealed on this node",
+}
+SPARE_BYTES = 64 << 20
+AGENT_CALL_S = 15.0
+RUNTIME_CALL_S = 30.0
+# Time the agent gets beyond a phase's own deadline to undo it and to answer.
+ANSWER_S = 30.0
+
+
+def checkpoint(call: Arguments, settings: Settings, low_level: LowLevel) -> int:
+    """Run the verb; returns the status for the engine, raises VgpuError for what the error channel has to carry."""
+    target = find_target(call, low_level)
+    if target is None:
+        return low_level.replace_process(call)
+    for option, reason in REFUSED.items():
+        if call.has(option):
+            raise UnsupportedRequest(what=reason)
+    with AgentClient.connect(deadline_s=AGENT_CALL_S) as agent:
+        return _Checkpoint(call, settings, low_level, target, agent).run()
+
+
+class _Checkpoint:
+    """One checkpoint in progress."""
+
+    def __init__(
+        self, call: Arguments, settings: Settings, low_level: LowLevel, target: Target, agent: AgentClient
+    ) -> None:
+        self.call = call
+        self.settings = settings
+        self.low_level = low_level
+        self.target = target
+        self.agent = agent
+        self.image_path = Path(call.get("image-path") or "checkpoint").absolute()
+        self.leaves_running = call.has("leave-running")
+        self.ends_by_criu = call.has("tcp-established") and not self.leaves_running
+        self.progress = Progress(settings)
+        self.phases: list[Phase] = []
+        self.processes: tuple[GpuProcess, ...] = ()
+        self.lease = ""
+        self.started = time.monotonic()
+
+    def run(self) -> int:
+        """All steps in their order, undone from the last one back where one fails."""
+        key = self.prepare()
+        with Undo() as undo:
+            self.lift_pause(undo)
+            self.freeze_gpu(undo)
+            status = self.dump(undo)
+            if status != 0:
+                undo.run()
+                self.say_undo_failures(undo)
+                return status
+            self.finish(key, undo)
+        self.remember()
+        return 0
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def prepare(self) -> SigningKey:
+        """Everything that can be refused is refused here, while nothing has been touched."""
+        key = load_signing_key()
+        self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=AGENT_CALL_S))
+        found = self.agent.request("inventory", {"cgroup": self.target.cgroup}, deadline_s=AGENT_CALL_S)
+        gpu_bytes = sum(int(process.get("gpu_bytes") or 0) for process in found["processes"])
+        self.image_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.check_space(gpu_bytes)
+        remove_old_seal(self.image_path)
+        remove_dump(self.image_path)
+        return key
+
+    def check_space(self, gpu_bytes: int) -> None:
+        """In driver mode the GPU's memory becomes host memory, and CRIU writes both."""
+        needed = gpu_bytes + self.target.resident_bytes() + SPARE_BYTES
+        free = shutil.disk_usage(self.image_path).free
+        if free < needed:
+            raise NotEnoughSpace(path=self.image_path, free_bytes=free, needed_bytes=needed)
+
+    def lift_pause(self, undo: Undo) -> None:
+        """containerd and CRI-O pause the container first; a frozen process cannot be locked by the driver."""
+        if freezer.is_frozen(self.target.cgroup):
+            undo.push(self.runtime_verb, "pause")
+            self.runtime_verb("resume")
+
+    def freeze_gpu(self, undo: Undo) -> None:
+        """The agent locks and checkpoints all GPU processes, or none."""
+        args = {
+            "container": self.target.id,
+            "cgroup": self.target.cgroup,
+            "deadline_s": self.settings.deadline_freeze_s,
+            "unfreeze_cgroup": freezer.folder_of(self.target.cgroup),
+        }
+        with self.progress.phase("freeze GPU processes"):
+            result = self.agent.request(
+                "freeze", args, deadline_s=self.settings.deadline_freeze_s + ANSWER_S, on_event=self.progress.event
+            )
+        self.lease = str(result["lease"])
+        self.processes = tuple(GpuProcess.from_json(item) for item in result["processes"])
+        self.phases += [Phase(str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
+        undo.push(self.release, keep=False)
+
+    def dump(self, undo: Undo) -> int:
+        """CRIU writes the CPU side; the status is the low-level runtime's, which has said itself what went wrong."""
+        options: dict[str, str | bool | None] = {}
+        if not self.leaves_running and not self.ends_by_criu:
+            self.hold(undo)
+            options["leave-running"] = True
+        argv = self.call.argv_with(options, program=self.low_level.path)
+        with self.progress.phase("dump"), self.timed("dump"):
+            done = run_child(argv, deadline_s=self.settings.deadline_checkpoint_s)
+        if done.status != 0 or done.has_timed_out:
+            remove_dump(self.image_path)
+        if done.has_timed_out:
+            raise CheckpointFailed(
+                what=f"{self.low_level.name} checkpoint of {self.target.id} took longer than "
+                f"{self.settings.deadline_checkpoint_s:g} s and was ended"
+            )
+        return done.status
+
+    def hold(self, undo: Undo) -> None:
+        """Freeze the cgroup: between the dump and the end no instruction of the application may run."""
+        undo.push(self.runtime_verb, "resume")
+        self.runtime_verb("pause")
+
+    def finish(self, key: SigningKey, undo: Undo) -> None:
+        """Seal, then end the container; or thaw it, then seal, where it is to go on."""
+        if self.leaves_running:
+            with self.progress.phase("thaw GPU processes"), self.timed("thaw"):
+                undo.run()  # the same way back that an error would take
+            self.say_undo_failures(undo)
+            self.seal_or_remove(key)
+            return
+        self.seal_or_remove(key)
+        with Shield():  # from here on the container is ended, come what may
+            undo.keep()
+            if not self.ends_by_criu:
+                self.end_container()
+            self.release(keep=True)
+
+    def end_container(self) -> None:
+        """As CRIU does it: SIGKILL for all, no instruction more; then the low-level runtime forgets the container."""
+        freezer.kill(self.target.cgroup, self.target.pid)
+        self.runtime_verb("delete", "--force")
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def seal_or_remove(self, key: SigningKey) -> None:
+        """A seal that fails leaves nothing that a restore would take."""
+        with self.progress.phase("seal"):
+            try:
+                seal(self.image_path, self.record(), key, on_progress=self.progress.bytes)
+            except BaseException as problem:
+                remove_old_seal(self.image_path)
+                if self.ends_by_criu:
+                    problem.add_note(f"CRIU had ended the container already; its images are kept in {self.image_path}")
+                raise
+
+    def record(self) -> Any:
+        """The record of this checkpoint."""
+        name, version = self.low_level.name, self.low_level.version()
+        return build_record(
+            container_id=self.target.id,
+            bundle=self.target.bundle,
+            config=json.loads(Path(self.target.bundle, "config.json").read_bytes()),
+            state=self.target.state,
+            facts=self.facts,
+            processes=self.processes,
+            runtime=LowLevelRuntime(name, version, self.low_level.path),
+            phases=self.phases,
+        )
+
+    def release(self, *, keep: bool) -> None:
+        """Give the lease back: the processes are gone (keep), or go on."""
+        self.agent.request(
+            "release",
+            {"lease": self.lease, "keep": keep},
+            deadline_s=self.settings.deadline_freeze_s + ANSWER_S,
+            on_event=self.progress.event,
+        )
+
+    def runtime_verb(self, verb: str, *options: str) -> None:
+        """A further call of the low-level runtime about this container."""
+        self.low_level.call(self.call.global_words, verb, *options, self.target.id, deadline_s=RUNTIME_CALL_S)
+
+    def timed(self, phase: str) -> _Timed:
+        """Records the phase's seconds, for the record."""
+        return _Timed(lambda seconds: self.phases.append(Phase(phase, seconds)))
+
+    def say_undo_failures(self, undo: Undo) -> None:
+        """A GPU process that does not come back is the one thing a user must hear of."""
+        if undo.failures:
+            lines = "; ".join(str(failure) for failure in undo.failures)
+            raise CheckpointFailed(what=f"the GPU side of {self.target.id} could not be brought back: {lines}")
+
+    def remember(self) -> None:
+        """`vgpu ps` shows the last checkpoint; the next one counts on."""
+        seconds = round(time.monotonic() - self.started, 3)
+        state_file.note_checkpoint(self.target.id, str(self.image_path), seconds=seconds)
+
+
+class _Timed:
+    """Measures a with-block."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        self._from = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._report(time.monotonic() - self._from)
+
+
+def remove_dump(image_path: Path) -> None:
+    """Take away CRIU's images, so that nothing there passes for a checkpoint; logs stay for the user."""
+    for entry in os.scandir(image_path):
+        if entry.is_file(follow_symlinks=False) and (entry.name.endswith(".img") or is_ours(entry.name)):
+            Path(entry.path).unlink()

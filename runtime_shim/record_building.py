@@ -1,0 +1,82 @@
+"""Builds the checkpoint record from what the agent, the bundle and the low-level runtime say.
+
+Pure but for the clock. Hashes nothing and writes nothing: content root and region summary are filled in by sealing.
+Called by checkpoint.py (spec/record.md).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpu_state.fitness import requirements_from
+from gpu_state.node_facts import NodeFacts, RuntimeFacts
+from gpu_state.processes import GpuProcess
+from image_format import security_config
+from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# What names the container to its engine and its cluster; the rest of the annotations may hold secrets.
+KEPT_ANNOTATIONS = (
+    "io.container.manager",
+    "io.kubernetes.cri.container-name",
+    "io.kubernetes.cri.container-type",
+    "io.kubernetes.cri.image-name",
+    "io.kubernetes.cri.sandbox-name",
+    "io.kubernetes.cri.sandbox-namespace",
+    "org.opencontainers.image.stopSignal",
+    "vgpu.snapshot/preload-build-id",
+    "vgpu.snapshot/preload-libc",
+)
+
+
+def build_record(
+    *,
+    container_id: str,
+    bundle: str,
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    facts: NodeFacts,
+    processes: Sequence[GpuProcess],
+    runtime: LowLevelRuntime,
+    phases: Sequence[Phase],
+) -> Record:
+    """The record of one checkpoint; `state` is the shim's own state file of the container, or empty."""
+    facts = replace(facts, runtime=RuntimeFacts(name=runtime.name, version=runtime.version))
+    used = {uuid for process in processes for uuid in process.devices}
+    return Record(
+        created=now_rfc3339(),
+        generation=int(state.get("generation") or 0) + 1,
+        container=_container(container_id, config, state),
+        low_level_runtime=runtime,
+        processes=tuple(map(process_entry, processes)),
+        devices=tuple(DeviceEntry(d.uuid, d.name, d.memory_bytes) for d in facts.devices if d.uuid in used),
+        requirements=tuple(requirements_from(facts, processes, preload_build=preload_build(state))),
+        security=security_config.project(dict(config), bundle=bundle, container_id=container_id),
+        phases=tuple(phases),
+    )
+
+
+def preload_build(state: Mapping[str, Any]) -> str | None:
+    """`<libc>/<build-id>` of the preload that the container's processes have mapped."""
+    libc, build_id = state.get("preload_libc"), state.get("preload_build_id")
+    return f"{libc}/{build_id}" if libc and build_id else None
+
+
+def process_entry(process: GpuProcess) -> ProcessEntry:
+    """A GPU process as the record names it: by the pid it has in its own namespace."""
+    return ProcessEntry(process.ns_pid, process.comm, process.mode, tuple(process.devices), process.gpu_bytes)
+
+
+def now_rfc3339() -> str:
+    """The time now in UTC, whole seconds."""
+    return dt.datetime.now(tz=dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _container(container_id: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> Container:
+    annotations = config.get("annotations") or {}
+    kept = {key: str(annotations[key]) for key in KEPT_ANNOTATIONS if key in annotations}
+    return Container(id=container_id, engine=str(state.get("engine") or "unknown"), engine_annotations=kept)

@@ -1,0 +1,211 @@
+"""The `restore` verb: the gates first, then the low-level runtime's restore, then the GPU side.
+
+The gates, in this order; nothing is touched before all of them have passed (docs/security-model.md):
+1. signature against the node's policy   2. digests of every file   3. security-relevant configuration   4. fitness
+What gates 3 and 4 find is listed all at once. A failed gate leaves the image as it was and the container removable.
+
+Restores a container without a GPU, and without a record of ours beside its images, as if this program were not there.
+Never prints: a restore's standard error is the container's. Errors go through error_channel.py.
+Called by main.py for podman's, containerd's and CRI-O's restores alike.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_state.client import AgentClient
+from gpu_state.deadline import Deadline
+from gpu_state.fitness import Finding, device_map, findings, musts
+from gpu_state.node_facts import NodeFacts
+from image_format import security_config
+from image_format.file_names import RECORD_NAME
+from image_format.policy import Policy
+from image_format.verifying import verify_directory
+from oci_hook.gpu_detection import is_gpu_container
+from runtime_shim import debug_log, freezer, state_file
+from runtime_shim.injection import injected_bundle
+from runtime_shim.supervise import Finished, run_child
+from vgpu_errors import ConfigurationChanged, NodeUnfit, RestoreFailed, VgpuError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from image_format.record import Record
+    from oci_hook.injection import Injection
+    from oci_hook.settings import Settings
+    from runtime_shim.arguments import Arguments
+    from runtime_shim.low_level import LowLevel
+
+AGENT_CALL_S = 15.0
+RUNTIME_CALL_S = 30.0
+ANSWER_S = 5.0
+
+
+def restore(call: Arguments, settings: Settings, low_level: LowLevel) -> int:
+    """Run the verb; returns the status for the engine, raises VgpuError for what the error channel has to carry."""
+    bundle = Path(call.get("bundle") or ".").absolute()
+    image_path = Path(call.get("image-path") or "checkpoint").absolute()
+    config = json.loads((bundle / "config.json").read_bytes())
+    if not (image_path / RECORD_NAME).exists() and not is_gpu_container(config):
+        return low_level.replace_process(call)
+    return _Restore(call, settings, low_level, bundle, image_path, config).run()
+
+
+class _Restore:
+    """One restore in progress."""
+
+    def __init__(
+        self,
+        call: Arguments,
+        settings: Settings,
+        low_level: LowLevel,
+        bundle: Path,
+        image_path: Path,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.call = call
+        self.settings = settings
+        self.low_level = low_level
+        self.bundle = bundle
+        self.image_path = image_path
+        self.config = config
+        self.id = call.container_id or ""
+        self.deadline = Deadline(settings.deadline_restore_s)
+        self.record: Record | None = None
+        self.injection: Injection | None = None
+        self.moves: dict[str, str] = {}
+        self.thaw_problem: VgpuError | None = None
+        self.has_thawed = False
+
+    def run(self) -> int:
+        """Gates, CPU side, GPU side."""
+        # None only under the policy allow-unsigned, for images that carry no documents of ours.
+        self.record = verify_directory(self.image_path, Policy.load()).record
+        with AgentClient.connect(deadline_s=AGENT_CALL_S) as self.agent:
+            if self.record is not None:
+                self.check_gates(self.record)
+            with injected_bundle(
+                self.settings, self.bundle, self.id, preload_build=recorded_preload(self.record)
+            ) as self.injection:
+                done = self.restore_processes()
+            if done.has_timed_out:
+                raise RestoreFailed(what=f"{self.low_level.name} restore of {self.id} took longer than the deadline")
+            if done.status == 0 and not self.has_thawed:
+                self.thaw()
+            if self.thaw_problem is not None:
+                raise self.thaw_problem
+        return done.status
+
+    def check_gates(self, record: Record) -> None:
+        """Gates 3 and 4; everything they find, in one error of the first gate that failed."""
+        facts, free_bytes = self.look_at_node()
+        now = security_config.project(dict(self.config), bundle=str(self.bundle), container_id=self.id)
+        changed = security_config.differences(dict(record.security), now)
+        found = findings(record, facts, free_bytes)
+        for finding in found:
+            debug_log.write(self.settings, f"restore {self.id}: {finding}")
+        refuse(changed, musts(found))
+        self.moves = device_map(record, facts)
+
+    def look_at_node(self) -> tuple[NodeFacts, dict[str, int]]:
+        """The node's facts with the runtime that this shim calls, and the free memory of each GPU."""
+        doc = self.agent.request("facts", deadline_s=AGENT_CALL_S)
+        doc["runtime"] = {"name": self.low_level.name, "version": self.low_level.version()}
+        devices = self.agent.request("hello", deadline_s=AGENT_CALL_S)["devices"]
+        return NodeFacts.from_json(doc), {str(device["uuid"]): int(device["free_bytes"]) for device in devices}
+
+    def restore_processes(self) -> Finished:
+        """The low-level runtime's restore; without --detach it stays, so the GPU side comes back beside it."""
+        argv = self.call.argv_with(program=self.low_level.path)
+        if self.call.has("detach"):
+            return run_child(argv, deadline_s=self.deadline.remaining())
+        return run_child(argv, on_tick=lambda: self.thaw_once_running())
+
+    def thaw_once_running(self) -> bool:
+        """For a restore in the foreground: true once the container runs and its GPU side has been dealt with."""
+        if self.pid() is None:
+            return False
+        try:
+            self.thaw()
+        except VgpuError as problem:
+            self.thaw_problem = problem
+        return True
+
+    def thaw(self) -> None:
+        """Load the GPU side and let the application go on; where that fails the container is ended."""
+        pid = self.pid()
+        if pid is None:
+            raise RestoreFailed(what=f"{self.low_level.name} restored {self.id}, but names no process of it")
+        cgroup = state_file.cgroup_of(pid)
+        freezer.thaw(pid)
+        try:
+            self.thaw_processes(cgroup)
+        except BaseException:
+            freezer.kill(cgroup, pid)
+            raise
+        self.has_thawed = True
+        state_file.write_running(
+            self.settings,
+            self.call,
+            self.low_level,
+            bundle=str(self.bundle),
+            pid=pid,
+            injection=self.injection,
+            generation=None if self.record is None else self.record.generation,
+        )
+
+    def thaw_processes(self, cgroup: str) -> None:
+        """Ask the agent, and hold its answer against the record: a process that is missing was lost on the way."""
+        seconds = self.deadline.remaining()
+        result = self.agent.request(
+            "thaw",
+            {"container": self.id, "cgroup": cgroup, "deadline_s": seconds, "device_map": self.moves},
+            deadline_s=seconds + ANSWER_S,
+        )
+        if self.record is None:
+            return
+        back = sorted(int(process["ns_pid"]) for process in result["processes"])
+        recorded = sorted(process.ns_pid for process in self.record.processes)
+        if back != recorded:
+            raise RestoreFailed(
+                what=f"the GPU side of {self.id} came back for the processes {back}, the checkpoint has {recorded}"
+            )
+
+    def pid(self) -> int | None:
+        """The container's first process, from the pid file or from the low-level runtime."""
+        named = self.call.get("pid-file")
+        if named is not None:
+            return read_pid(named)
+        found = self.low_level.call(self.call.global_words, "state", self.id, deadline_s=RUNTIME_CALL_S, check=False)
+        try:
+            return int(json.loads(found.stdout)["pid"]) or None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def refuse(changed: list[str], unfit: list[Finding]) -> None:
+    """Raise where gate 3 or 4 found something; the text names all of it."""
+    listed = [*changed, *map(str, unfit)]
+    if changed:
+        raise ConfigurationChanged(what="; ".join(listed))
+    if unfit:
+        raise NodeUnfit(what="; ".join(listed))
+
+
+def recorded_preload(record: Record | None) -> str | None:
+    """`<libc>/<build-id>` that the processes have mapped: CRIU wants the very same file back."""
+    if record is None:
+        return None
+    found = [requirement.value for requirement in record.requirements if requirement.key == "preload.build"]
+    return str(found[0]) if found else None
+
+
+def read_pid(path: str) -> int | None:
+    """The pid in a pid file, None while it is not there or not yet whole."""
+    try:
+        with open(path, encoding="ascii") as file:  # noqa: PTH123 - one read
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
