@@ -31,8 +31,9 @@ class Mount:
     options: tuple[str, ...] = READ_ONLY
 
     def to_json(self) -> dict[str, Any]:
-        """The form of CDI's `containerEdits.mounts`."""
-        return {"hostPath": self.host_path, "containerPath": self.container_path, "options": list(self.options)}
+        """The form of CDI's `containerEdits.mounts`. The type is named, because crun 1.21 crashes at a restore without."""
+        options = list(self.options)
+        return {"hostPath": self.host_path, "containerPath": self.container_path, "type": "bind", "options": options}
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def cdi_spec(found: DriverFiles, extra_mounts: Iterable[Mount] = ()) -> dict[str
 
 
 def lowest_version(spec: dict[str, Any]) -> str:
-    """The lowest CDI version that covers what this spec uses: a device name with a leading digit needs 0.5.0."""
-    has_digit_first = any(device["name"][0].isdigit() for device in spec["devices"])
-    return "0.5.0" if has_digit_first else "0.3.0"
+    """The lowest CDI version that covers what this spec uses: a device name's leading digit needs 0.5.0, a mount's type 0.4.0."""
+    if any(device["name"][0].isdigit() for device in spec["devices"]):
+        return "0.5.0"
+    return "0.4.0" if spec.get("containerEdits", {}).get("mounts") else "0.3.0"
 
 
 def parse_mount(text: str) -> Mount:
