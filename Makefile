@@ -21,7 +21,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && echo yes)
 # Without root there are no test hosts; the run says so.
 MARKS := $(if $(ROOT),not gpu,not gpu and not engines)
 
-.PHONY: help dev lock lint test test-fast test-root test-gpu gpu-test gpu-demo demo fuzz bench docs measurements install uninstall package clean
+.PHONY: help dev lock lint test test-fast test-root test-gpu gpu-test gpu-demo demo fuzz bench docs measurements install uninstall package carry clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,20 +64,21 @@ gpu-test: test-gpu
 demo: $(ENVIRONMENT) ## a GPU container moves between two nodes, on the software GPU (root)
 	$(PY) -m tests.demo
 
-gpu-demo: $(ENVIRONMENT) ## the same on this machine's NVIDIA GPU (root)
-	$(PY) -m tests.demo --gpu
+gpu-demo: $(ENVIRONMENT) ## the same, and an error where this machine has no NVIDIA GPU (root)
+	@$(PY) -c 'import sys; from tests.hosts import gpus; sys.exit(not gpus.is_real() and "gpu-demo: " + gpus.describe())'
+	$(PY) -m tests.demo
 
-fuzz: $(ENVIRONMENT) ## fuzz every parser for FUZZ_SECONDS each
+fuzz: $(ENVIRONMENT) ## fuzz every parser, FUZZ_SECONDS in all (default 60)
 	VGPU_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest tests/fuzz -p no:timeout
 
 bench: $(ENVIRONMENT) ## run the benchmarks that need no GPU
-	$(PY) -m bench
+	set -e; for script in $(filter-out bench/measurement.py,$(wildcard bench/*.py)); do $(PY) $$script; done
 
 docs: $(ENVIRONMENT) ## write the generated parts of the documentation
 	$(PY) -m docs
 
 measurements: $(ENVIRONMENT) ## draw tables and plots from docs/measurements/*.json
-	$(PY) -m bench.measurement
+	$(PY) -m tools.measurements
 
 build/vendor/install-%: requirements.lock packaging/vendor.py | $(ENVIRONMENT)
 	rm -rf $@
@@ -94,6 +95,9 @@ package: $(ENVIRONMENT) ## make build/vgpu-snapshot-<version>-py<version>.tar.gz
 	rm -rf build/package
 	$(MAKE) --no-print-directory install DESTDIR=build/package
 	$(PY) packaging/package.py build/package $(INSTALL_VERSION)
+
+carry: $(ENVIRONMENT) ## fill build/gpu-carry with what hosts need on a GPU machine without a network
+	$(PY) -m tests.hosts carry trixie build/gpu-carry
 
 clean: ## remove builds and caches, not the roots of the test hosts
 	rm -rf build/package build/vendor build/images build/preload .pytest_cache .mypy_cache .ruff_cache

@@ -214,7 +214,8 @@ _BLOCKING_FILES = (
 UNSEEN = Check(
     "unseen memory",
     "warn",
-    "managed memory, and memory exported to or imported from other processes, cannot be seen from outside in driver mode: "
-    "the driver refuses the first at the checkpoint, but imported memory only at the restore, where the process is lost",
+    "managed memory, and memory exported to or imported from other processes, cannot be seen from outside in driver mode "
+    "(descriptors and mappings look alike): the driver refuses the first at the checkpoint, but imported memory only at the "
+    "restore, where the process is lost",
     "Take the first checkpoint of a new application with '--leave-running' while nothing is at stake.",
 )

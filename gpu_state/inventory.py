@@ -8,11 +8,19 @@ checkpointed. Changes nothing. Used by freeze.py, thaw.py and the `inventory` ve
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpu_state.driver import ProcessState
-from gpu_state.processes import GpuProcess, ProcessHoldings, ProcessIdentity, device_minors, gpu_holdings
+from gpu_state.processes import (
+    GpuProcess,
+    ProcessHoldings,
+    ProcessIdentity,
+    device_minors,
+    gpu_holdings,
+    why_it_cannot_run,
+)
 from vgpu_errors import DriverCallFailed, GpuProcessUnreadable
 
 if TYPE_CHECKING:
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
 
     # container -> (host pid -> the device uuids that its preload registered)
     Registered = Callable[[str], Mapping[int, tuple[str, ...]]]
+
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +65,18 @@ class Inventory:
         self._registered = registered
         self.holdings = holdings
 
-    def find(self, container: str, cgroup: str, deadline: Deadline) -> list[FoundProcess]:
-        """Every GPU process of the container; raises for one that the driver cannot read."""
+    def find(
+        self, container: str, cgroup: str, deadline: Deadline, *, waits_until_runnable: bool = False
+    ) -> list[FoundProcess]:
+        """Every GPU process of the container; raises for one that the driver cannot read.
+
+        After a restore CRIU may not have let go of every process yet: then `waits_until_runnable`.
+        """
         held = self.holdings(cgroup)
+        while waits_until_runnable and any(why_it_cannot_run(holdings.pid) for holdings in held):
+            deadline.check("waiting for the restored processes to run")
+            time.sleep(_LOOK_S)
+            held = self.holdings(cgroup)
         if not held:
             return []
         node, registered = self._driver.node(deadline), self._registered(container)
@@ -69,20 +88,26 @@ class Inventory:
         return found
 
     def _state_of(self, container: str, held: ProcessHoldings, deadline: Deadline) -> ProcessState | None:
+        # Measured on driver 580: the state of a stopped process is not told until it runs again.
+        if (reason := why_it_cannot_run(held.pid)) is not None:
+            raise _unreadable(container, held, reason)
         try:
             state = self._driver.get_state(held.pid, deadline)
         except DriverCallFailed as problem:
             if not held.device_files or not held.identity.is_alive():
                 return None
-            raise GpuProcessUnreadable(
-                pid=held.pid, comm=held.comm, container=container, path=held.device_files[0], what=problem.message
-            ) from problem
+            raise _unreadable(container, held, problem.message) from problem
         return None if state is ProcessState.RUNNING and not held.device_files else state
 
 
 def with_state(found: list[FoundProcess], state: ProcessState) -> list[FoundProcess]:
     """The same processes, shown in another state."""
     return [replace(process, shown=replace(process.shown, state=state.value)) for process in found]
+
+
+def _unreadable(container: str, held: ProcessHoldings, what: str) -> GpuProcessUnreadable:
+    path = held.device_files[0] if held.device_files else "the driver library"
+    return GpuProcessUnreadable(pid=held.pid, comm=held.comm, container=container, path=path, what=what)
 
 
 def _shown(

@@ -47,6 +47,6 @@ def known_containers(state_dir: Path = STATE_DIR) -> list[KnownContainer]:
     for path in sorted(state_dir.glob("*.json")):
         try:
             found.append(KnownContainer.from_json(json.loads(path.read_text())))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return sorted(found, key=lambda container: (container.created or 0, container.id))

@@ -98,7 +98,7 @@ class Journal:
         for path in sorted(self._folder.glob("*.json")):
             try:
                 yield Lease.from_json(json.loads(path.read_text()))
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
 
     def _path(self, container: str) -> Path:

@@ -284,3 +284,27 @@ def tracer_of(pid: int) -> int:
         return 0
     line = next((line for line in text.splitlines() if line.startswith("TracerPid:")), "TracerPid: 0")
     return int(line.split()[-1])
+
+
+def why_it_cannot_run(pid: int) -> str | None:
+    """Why a process cannot answer the driver now; None where it can. The driver waits for such a process without end."""
+    status = _stat_fields(pid)
+    if status is not None and status.state in "Tt":
+        return "it is stopped, and the driver needs it to run"
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(":", 2)[2].strip("/") for line in lines if line.count(":") >= 2} - {""}
+    folders = (mount / path for mount in _cgroup_mounts() for path in paths)
+    is_frozen = any(
+        _says(folder / "cgroup.events", "frozen 1") or _says(folder / "freezer.state", "FROZEN") for folder in folders
+    )
+    return "its cgroup is frozen, and the driver needs it to run" if is_frozen else None
+
+
+def _says(file: Path, text: str) -> bool:
+    try:
+        return text in file.read_text().splitlines()
+    except OSError:
+        return False

@@ -7,10 +7,10 @@ have a simulator of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_state.driver import NOT_READY, Device, ProcessState, version_string
-from vgpu_errors import DriverCallFailed
+from vgpu_errors import DriverCallFailed, DriverWorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ class RemoteDriver:
 
     def node(self, deadline: Deadline) -> DriverNode:
         """Versions, GPUs and memory use, as of now."""
-        doc = self._pool.call("node", {}, deadline, "asking the driver about the node")
+        doc = self._query("node", {}, deadline, "asking the driver about the node")
         return DriverNode(
             version=doc["version"],
             release=doc["release"],
@@ -84,7 +84,7 @@ class RemoteDriver:
 
     def get_state(self, pid: int, deadline: Deadline) -> ProcessState:
         """The checkpoint state of a process."""
-        return ProcessState(self._pool.call("get_state", {"pid": pid}, deadline, f"reading the state of process {pid}"))
+        return ProcessState(self._query("get_state", {"pid": pid}, deadline, f"reading the state of process {pid}"))
 
     def lock(self, pid: int, deadline: Deadline) -> None:
         """Lock a process; the driver's own time-out comes before ours, so that it leaves the process running."""
@@ -110,3 +110,10 @@ class RemoteDriver:
     def unlock(self, pid: int, deadline: Deadline) -> None:
         """Unlock a locked process."""
         self._pool.call("unlock", {"pid": pid}, deadline, f"unlock of process {pid}")
+
+    def _query(self, call: str, args: dict[str, int], deadline: Deadline, phase: str) -> Any:
+        """A call that changes nothing is asked again when its worker was lost, perhaps for another call's sake."""
+        try:
+            return self._pool.call(call, args, deadline, phase)
+        except DriverWorkerLost:
+            return self._pool.call(call, args, deadline, phase)

@@ -153,7 +153,7 @@ class Service:
         with self._alone(container, "thaw"):
             self._refuse_if_leased(container, "thaw")
             with phases("find"):
-                found = self._tools.inventory.find(container, cgroup, deadline)
+                found = self._tools.inventory.find(container, cgroup, deadline, waits_until_runnable=True)
             lease = Lease(
                 new_lease_id(),
                 container,

@@ -1,5 +1,8 @@
 """Starts the driver worker, hands it calls, kills it when a call runs past its deadline, lets it go when idle.
 
+A query that runs past its deadline (the driver asks the process itself, which may be stopped) does not take the calls of
+other containers with it: its worker is replaced, and ends when those are done.
+
 A pool of one: a second worker would cost another cuInit and another half gigabyte on every GPU.
 Knows nothing of what a call means; whoever asked must find out the processes' state afterwards (thaw.py does).
 Used through remote_driver.py by the agent and by `vgpu doctor`.
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from gpu_state.deadline import Deadline
 
 IDLE_S = 60.0
+QUERIES = ("node", "get_state")
 _SLICE_S = 0.1
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gpu_state.driver_worker import main; sys.exit(main(int(sys.argv[2])))"
 
@@ -32,7 +36,8 @@ _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gpu_stat
 class _Pending:
     """One call that waits for its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.is_done = threading.Event()
         self.reply: dict[str, Any] | None = None
 
@@ -56,27 +61,41 @@ class _Child:
         self._pending: dict[int, _Pending] = {}
         self._last_id = 0
         self._is_over = False
+        self._is_retired = False
         self.last_used = time.monotonic()
         threading.Thread(target=self._read, daemon=True, name="driver-worker-replies").start()
 
     def send(self, call: str, args: Mapping[str, Any]) -> _Pending:
         """Hand one call over."""
-        pending = _Pending()
         with self._guard:
             self.last_used = time.monotonic()
+            self._last_id += 1
+            pending = _Pending(self._last_id)
             if self._is_over:
                 pending.is_done.set()
                 return pending
-            self._last_id += 1
-            self._pending[self._last_id] = pending
-            request = {"id": self._last_id, "call": call, "args": dict(args)}
+            self._pending[pending.number] = pending
+            request = {"id": pending.number, "call": call, "args": dict(args)}
             with contextlib.suppress(OSError):  # a worker that died is noticed by the reader
                 self._connection.sendall(json.dumps(request).encode() + b"\n")
         return pending
 
     def is_over(self) -> bool:
-        """The worker has ended or is about to."""
-        return self._is_over or self.process.poll() is not None
+        """The worker takes no calls any more."""
+        return self._is_over or self._is_retired or self.process.poll() is not None
+
+    def retire(self, abandoned: _Pending) -> None:
+        """Nobody waits for this query any more: take no new calls, and end with the last of the others."""
+        with self._guard:
+            self._pending.pop(abandoned.number, None)
+            self._is_retired = True
+        self._end_if_retired()
+
+    def _end_if_retired(self) -> None:
+        with self._guard:
+            is_done = self._is_retired and not self._pending
+        if is_done:
+            self.end()
 
     def is_idle(self, idle_s: float) -> bool:
         """Nobody waits for it and nobody has for a while."""
@@ -96,10 +115,12 @@ class _Child:
             for line in lines:
                 reply = json.loads(line)
                 with self._guard:
-                    pending = self._pending.pop(reply["id"])
+                    pending = self._pending.pop(reply["id"], None)
                     self.last_used = time.monotonic()
-                pending.reply = reply
-                pending.is_done.set()
+                if pending is not None:
+                    pending.reply = reply
+                    pending.is_done.set()
+                self._end_if_retired()
         with self._guard:
             self._is_over = True
             left, self._pending = list(self._pending.values()), {}
@@ -126,7 +147,12 @@ class WorkerPool:
             try:
                 deadline.check(phase)
             except VgpuError:
-                child.end()  # nothing else stops a call that hangs in the driver
+                if call in QUERIES:
+                    child.retire(
+                        pending
+                    )  # hangs because its process is stopped: no reason to fail other containers' calls
+                else:
+                    child.end()  # nothing else stops a call that changes states
                 raise
         return _value_of(pending.reply, call, args.get("pid", 0))
 

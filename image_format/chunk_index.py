@@ -336,14 +336,22 @@ def _check_regions(index: Index, where: str) -> None:
         raise ImageError(where=where, what=f"{len(index.chunks)} chunks, of which the regions use {next_chunk}")
 
 
+_CODECS = frozenset(int(codec) for codec in Codec)
+
+
+def _at(where: str, region: Region, position: int) -> str:
+    return f"{where}: chunk {region.first_chunk + position}"
+
+
 def _check_chunks(index: Index, where: str) -> None:
     for n, region in enumerate(index.regions):
         for position, chunk in enumerate(index.chunks_of(region)):
             start = position * index.chunk_size
             length = min(index.chunk_size, region.length - start)
-            stored = (0, 0) if chunk.codec == Codec.ZERO else (start, length)
-            at = f"{where}: chunk {region.first_chunk + position}"
-            if chunk.codec not in (Codec.ZERO, Codec.RAW):
-                raise UnknownFeature(where=at, feature=f"chunk codec {chunk.codec}")
+            stored = (start, length) if chunk.codec else (0, 0)
+            if chunk.codec not in _CODECS:
+                raise UnknownFeature(where=_at(where, region, position), feature=f"chunk codec {chunk.codec}")
             if (chunk.pack, chunk.length, (chunk.offset, chunk.stored_length)) != (n, length, stored):
-                raise ImageError(where=at, what=f"is not the {length} bytes at {start} of {region.name}")
+                raise ImageError(
+                    where=_at(where, region, position), what=f"is not the {length} bytes at {start} of {region.name}"
+                )

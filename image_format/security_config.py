@@ -137,12 +137,12 @@ class _Place:
 def _project_process(process: Json) -> Json:
     user, capabilities = _dict(process.get("user")), _dict(process.get("capabilities"))
     return {
-        "args": [str(item) for item in process.get("args") or []],
+        "args": [str(item) for item in _items(process.get("args"))],
         "terminal": bool(process.get("terminal")),
         "user": {
             "uid": _number(user.get("uid")),
             "gid": _number(user.get("gid")),
-            "additionalGids": sorted(_number(gid) for gid in user.get("additionalGids") or []),
+            "additionalGids": sorted(_number(gid) for gid in _items(user.get("additionalGids"))),
         },
         "capabilities": {name: _texts(capabilities.get(name)) for name in _CAPABILITY_SETS},
         "noNewPrivileges": bool(process.get("noNewPrivileges")),
@@ -162,7 +162,7 @@ def _is_own(mount: Json) -> bool:
 
 
 def _mount(item: Json, place: _Place) -> Json:
-    options = sorted({_PROPAGATION.get(str(option), str(option)) for option in item.get("options") or []})
+    options = sorted({_PROPAGATION.get(str(option), str(option)) for option in _items(item.get("options"))})
     kind, source = str(item.get("type") or ""), str(item.get("source") or "")
     is_bind = kind == "bind" or "bind" in options or "rbind" in options
     return {
@@ -185,7 +185,7 @@ def _hooks(hooks: Json, place: _Place) -> Json:
 def _hook(item: Json, place: _Place) -> Json:
     return {
         "path": place.neutral(str(item.get("path"))),
-        "args": [place.neutral(str(argument)) for argument in item.get("args") or []],
+        "args": [place.neutral(str(argument)) for argument in _items(item.get("args"))],
     }
 
 
@@ -247,6 +247,10 @@ def _dict(value: Any) -> Json:
 
 def _dicts(value: Any) -> list[Json]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _texts(value: Any) -> list[str]:

@@ -64,7 +64,8 @@ def forget_container(run_dir: str, container_id: str) -> None:
 def write_atomically(path: str, content: bytes, mode: int) -> None:
     """Replace a file in one step: a reader sees the old content or the new."""
     partial = f"{path}.partial-{os.getpid()}"
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    _unlink(partial)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # the folder may be /tmp
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)

@@ -117,7 +117,8 @@ def tree_of(spec: dict[str, Any], bundle: str) -> Tree:
         source = str(mount.get("source", ""))
         if is_bind and not source.startswith("/"):
             source = f"{bundle}/{source}"
-        mounts.append((destination, source if is_bind else None))
+        # Links in the source are the host's own: podman's catatonit is one.
+        mounts.append((destination, os.path.realpath(source) if is_bind else None))
     return Tree(root, mounts)
 
 

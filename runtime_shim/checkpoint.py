@@ -20,10 +20,8 @@ failing 6 cannot bring the container back, and the error says so (docs/decisions
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +29,20 @@ from gpu_state.client import AgentClient
 from gpu_state.node_facts import NodeFacts
 from gpu_state.processes import GpuProcess
 from gpu_state.undo import Undo
+from image_format import security_config
 from image_format.file_names import is_ours
 from image_format.keys import load_signing_key
 from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
 from runtime_shim import freezer, state_file
+from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
 from runtime_shim.record_building import build_record
 from runtime_shim.supervise import Shield, run_child
 from runtime_shim.target import Target, find_target
-from vgpu_errors import CheckpointFailed, NotEnoughSpace, UnsupportedRequest
+from vgpu_errors import BadConfiguration, CheckpointFailed, NotEnoughSpace, UnsupportedRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from image_format.keys import SigningKey
     from oci_hook.settings import Settings
     from runtime_shim.arguments import Arguments
@@ -91,10 +89,9 @@ class _Checkpoint:
         self.leaves_running = call.has("leave-running")
         self.ends_by_criu = call.has("tcp-established") and not self.leaves_running
         self.progress = Progress(settings)
-        self.phases: list[Phase] = []
+        self.clock = PhaseLog()
         self.processes: tuple[GpuProcess, ...] = ()
         self.lease = ""
-        self.started = time.monotonic()
 
     def run(self) -> int:
         """All steps in their order, undone from the last one back where one fails."""
@@ -152,7 +149,7 @@ class _Checkpoint:
             )
         self.lease = str(result["lease"])
         self.processes = tuple(GpuProcess.from_json(item) for item in result["processes"])
-        self.phases += [Phase(str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
+        self.clock.taken += [(str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
         undo.push(self.release, keep=False)
 
     def dump(self, undo: Undo) -> int:
@@ -162,7 +159,7 @@ class _Checkpoint:
             self.hold(undo)
             options["leave-running"] = True
         argv = self.call.argv_with(options, program=self.low_level.path)
-        with self.progress.phase("dump"), self.timed("dump"):
+        with self.progress.phase("dump"), self.clock("dump"):
             done = run_child(argv, deadline_s=self.settings.deadline_checkpoint_s)
         if done.status != 0 or done.has_timed_out:
             remove_dump(self.image_path)
@@ -181,7 +178,7 @@ class _Checkpoint:
     def finish(self, key: SigningKey, undo: Undo) -> None:
         """Seal, then end the container; or thaw it, then seal, where it is to go on."""
         if self.leaves_running:
-            with self.progress.phase("thaw GPU processes"), self.timed("thaw"):
+            with self.progress.phase("thaw GPU processes"), self.clock("thaw"):
                 undo.run()  # the same way back that an error would take
             self.say_undo_failures(undo)
             self.seal_or_remove(key)
@@ -202,7 +199,7 @@ class _Checkpoint:
 
     def seal_or_remove(self, key: SigningKey) -> None:
         """A seal that fails leaves nothing that a restore would take."""
-        with self.progress.phase("seal"):
+        with self.progress.phase("seal"), self.clock("seal"):
             try:
                 seal(self.image_path, self.record(), key, on_progress=self.progress.bytes)
             except BaseException as problem:
@@ -217,12 +214,12 @@ class _Checkpoint:
         return build_record(
             container_id=self.target.id,
             bundle=self.target.bundle,
-            config=json.loads(Path(self.target.bundle, "config.json").read_bytes()),
+            config=read_config(Path(self.target.bundle, "config.json")),
             state=self.target.state,
             facts=self.facts,
             processes=self.processes,
             runtime=LowLevelRuntime(name, version, self.low_level.path),
-            phases=self.phases,
+            phases=[Phase(phase, seconds) for phase, seconds in self.clock.taken],
         )
 
     def release(self, *, keep: bool) -> None:
@@ -238,10 +235,6 @@ class _Checkpoint:
         """A further call of the low-level runtime about this container."""
         self.low_level.call(self.call.global_words, verb, *options, self.target.id, deadline_s=RUNTIME_CALL_S)
 
-    def timed(self, phase: str) -> _Timed:
-        """Records the phase's seconds, for the record."""
-        return _Timed(lambda seconds: self.phases.append(Phase(phase, seconds)))
-
     def say_undo_failures(self, undo: Undo) -> None:
         """A GPU process that does not come back is the one thing a user must hear of."""
         if undo.failures:
@@ -250,21 +243,16 @@ class _Checkpoint:
 
     def remember(self) -> None:
         """`vgpu ps` shows the last checkpoint; the next one counts on."""
-        seconds = round(time.monotonic() - self.started, 3)
-        state_file.note_checkpoint(self.target.id, str(self.image_path), seconds=seconds)
+        state_file.note_checkpoint(self.target.id, str(self.image_path), seconds=round(self.clock.seconds, 3))
+        self.clock.write(self.settings, "checkpoint", self.target.id)
 
 
-class _Timed:
-    """Measures a with-block."""
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        self._report = report
-
-    def __enter__(self) -> None:
-        self._from = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._report(time.monotonic() - self._from)
+def read_config(path: Path) -> dict[str, Any]:
+    """The bundle's config.json, whose security-relevant part is signed."""
+    try:
+        return security_config.load(path.read_bytes())
+    except ValueError as problem:
+        raise BadConfiguration(path=path, what=str(problem)) from problem
 
 
 def remove_dump(image_path: Path) -> None:

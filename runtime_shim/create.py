@@ -31,20 +31,12 @@ def create(call: Arguments, settings: Settings, low_level: LowLevel) -> int:
         low_level.replace_process(call)
     bundle = os.path.abspath(call.get("bundle") or ".")  # noqa: PTH100
     prepared = injected_bundle(settings, bundle, container_id)
-    if prepared.injection is None:
+    if prepared.injection is None or not _may_write(settings):
         low_level.replace_process(call)
     _log(settings, f"{call.verb} {container_id}: {prepared.injection.reason}")
-    stays_attached = call.verb == "run" and not call.has("detach")
-    try:
-        if stays_attached:
-            return _run_in_foreground(call, settings, low_level, prepared, bundle)
-        return _create(call, settings, low_level, prepared, bundle)
-    except PermissionError as error:
-        # A rootless engine may not write to /run/vgpu; its containers start, but cannot be checkpointed anyway.
-        if os.geteuid() == 0 and not _is_in_user_namespace():
-            raise
-        _log(settings, f"{call.verb} {container_id}: not injected, {error}")
-        low_level.replace_process(call)
+    if call.verb == "run" and not call.has("detach"):
+        return _run_in_foreground(call, settings, low_level, prepared, bundle)
+    return _create(call, settings, low_level, prepared, bundle)
 
 
 def _create(call: Arguments, settings: Settings, low_level: LowLevel, prepared: InjectedBundle, bundle: str) -> int:
@@ -132,6 +124,14 @@ def _pid_from_state(call: Arguments, low_level: LowLevel) -> int | None:
     done = low_level.call(call.global_words, "state", call.container_id or "", deadline_s=STATE_CALL_S, check=False)
     pid = (parse_spec(done.stdout) or {}).get("pid") if done.status == 0 else None
     return pid if isinstance(pid, int) and pid > 0 else None
+
+
+def _may_write(settings: Settings) -> bool:
+    """A rootless engine may not write to /run/vgpu; its containers start, but engines refuse to checkpoint them anyway."""
+    if os.geteuid() == 0 and not _is_in_user_namespace():
+        return True
+    folder = settings.run_dir if os.path.isdir(settings.run_dir) else os.path.dirname(settings.run_dir)  # noqa: PTH112, PTH120
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _is_in_user_namespace() -> bool:

@@ -23,9 +23,11 @@ from image_format import security_config
 from image_format.file_names import RECORD_NAME
 from image_format.policy import Policy
 from image_format.verifying import verify_directory
+from oci_hook.bundle_file import BundleFile
 from oci_hook.gpu_detection import is_gpu_container
 from runtime_shim import debug_log, freezer, state_file
 from runtime_shim.injection import injected_bundle
+from runtime_shim.phase_log import PhaseLog
 from runtime_shim.supervise import Finished, run_child
 from vgpu_errors import ConfigurationChanged, NodeUnfit, RestoreFailed, VgpuError
 
@@ -47,7 +49,8 @@ def restore(call: Arguments, settings: Settings, low_level: LowLevel) -> int:
     """Run the verb; returns the status for the engine, raises VgpuError for what the error channel has to carry."""
     bundle = Path(call.get("bundle") or ".").absolute()
     image_path = Path(call.get("image-path") or "checkpoint").absolute()
-    config = json.loads((bundle / "config.json").read_bytes())
+    BundleFile(str(bundle)).recover()  # or a killed call's edits would be compared with the signed configuration
+    config = read_config(bundle / "config.json")
     if not (image_path / RECORD_NAME).exists() and not is_gpu_container(config):
         return low_level.replace_process(call)
     return _Restore(call, settings, low_level, bundle, image_path, config).run()
@@ -73,6 +76,7 @@ class _Restore:
         self.config = config
         self.id = call.container_id or ""
         self.deadline = Deadline(settings.deadline_restore_s)
+        self.clock = PhaseLog()
         self.record: Record | None = None
         self.injection: Injection | None = None
         self.moves: dict[str, str] = {}
@@ -82,20 +86,27 @@ class _Restore:
     def run(self) -> int:
         """Gates, CPU side, GPU side."""
         # None only under the policy allow-unsigned, for images that carry no documents of ours.
-        self.record = verify_directory(self.image_path, Policy.load()).record
+        with self.clock("verify"):
+            self.record = verify_directory(self.image_path, Policy.load()).record
         with AgentClient.connect(deadline_s=AGENT_CALL_S) as self.agent:
             if self.record is not None:
-                self.check_gates(self.record)
-            with injected_bundle(
-                self.settings, self.bundle, self.id, preload_build=recorded_preload(self.record)
-            ) as self.injection:
+                with self.clock("gates"):
+                    self.check_gates(self.record)
+            with (
+                injected_bundle(
+                    self.settings, self.bundle, self.id, preload_build=recorded_preload(self.record)
+                ) as self.injection,
+                self.clock("restore"),
+            ):
                 done = self.restore_processes()
             if done.has_timed_out:
                 raise RestoreFailed(what=f"{self.low_level.name} restore of {self.id} took longer than the deadline")
             if done.status == 0 and not self.has_thawed:
-                self.thaw()
+                with self.clock("thaw"):
+                    self.thaw()
             if self.thaw_problem is not None:
                 raise self.thaw_problem
+        self.clock.write(self.settings, "restore", self.id)
         return done.status
 
     def check_gates(self, record: Record) -> None:
@@ -164,6 +175,7 @@ class _Restore:
             {"container": self.id, "cgroup": cgroup, "deadline_s": seconds, "device_map": self.moves},
             deadline_s=seconds + ANSWER_S,
         )
+        self.clock.taken += [("thaw " + str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
         if self.record is None:
             return
         back = sorted(int(process["ns_pid"]) for process in result["processes"])
@@ -183,6 +195,14 @@ class _Restore:
             return int(json.loads(found.stdout)["pid"]) or None
         except (ValueError, KeyError, TypeError):
             return None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The bundle's config.json; refused where two readers could understand it differently."""
+    try:
+        return security_config.load(path.read_bytes())
+    except ValueError as problem:
+        raise ConfigurationChanged(what=f"{path} cannot be read: {problem}") from problem
 
 
 def refuse(changed: list[str], unfit: list[Finding]) -> None:

@@ -85,3 +85,9 @@ def nodes(row, row_root):
 def node(nodes):
     """The first of the two nodes."""
     return nodes[0]
+
+
+@pytest.fixture(scope="session")
+def registry(nodes):
+    """A registry on the first node, reached by both; its address."""
+    return nodes[0].start_registry()

@@ -124,8 +124,9 @@ def carry(row: str, folder: Path) -> None:
     compress(vendor, kept_files(vendor, ("*__pycache__",)), folder / "vendor.tar.xz")
     preload = REPOSITORY / "build" / "preload"
     preload_build.build(preload)
-    shutil.copytree(preload, folder / "preload", dirs_exist_ok=True)
-    shutil.copytree(gpu_build.build(), folder / "software_gpu", symlinks=True, dirs_exist_ok=True)
+    for name, built in (("preload", preload), ("software_gpu", gpu_build.build())):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.copytree(built, folder / name, symlinks=True)
     (folder / "env.sh").write_text(ENVIRONMENT.replace("@ROW@", row), encoding="utf-8")
 
 
@@ -136,7 +137,9 @@ def pack(root: Path, out: Path, *, with_containerd: bool = False, with_registry:
 
 
 def compress(root: Path, files: list[Path], out: Path) -> None:
-    """Write a tar.xz; a reader never sees half an archive under the final name."""
+    """Write a tar.xz, unless it is newer than the root; a reader never sees half of it under the final name."""
+    if out.exists() and out.stat().st_mtime > root.stat().st_ctime:
+        return
     partial = out.with_name(out.name + ".partial")
     with (
         lzma.open(partial, "wb", format=lzma.FORMAT_XZ, filters=FILTERS) as packed,

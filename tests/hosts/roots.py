@@ -119,4 +119,6 @@ def _apt_sources() -> Iterator[tuple[str, str]]:
 def _unpack(archive: Path, root: Path) -> None:
     root.mkdir(parents=True)
     with tarfile.open(archive) as tar:
-        tar.extractall(root, filter="fully_trusted")
+        # An attribute, not extractall's argument: Debian 12's Python 3.11.2 does not know the argument yet.
+        tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+        tar.extractall(root)

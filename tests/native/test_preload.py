@@ -5,8 +5,10 @@ Real processes with a stand-in driver and a stand-in agent on a real socket; no 
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -189,6 +191,20 @@ def test_another_preload_that_wraps_cuinit_is_called_each_time_and_does_not_loop
         assert agent.arrival().pid == process.pid
 
 
+def test_the_written_protocol_is_what_is_spoken(glibc, agent):
+    page = (ROOT / "spec/preload-protocol.md").read_text()
+    written = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    members = re.findall(r"^\| `([a-z_\[\].]+)` \|", page, re.MULTILINE)
+    with glibc.started("behaviours", "plain"):
+        hello = agent.arrival().hello
+    shape = {name: type(value) for name, value in hello.items()}
+    assert {name: type(value) for name, value in written.items()} == shape
+    assert {name: type(value) for name, value in written["devices"][0].items()} == {"ordinal": int, "uuid": str}
+    assert members == [
+        name for key in hello for name in [key, *(("devices[].ordinal", "devices[].uuid") if key == "devices" else ())]
+    ]
+
+
 # ---- who is left alone ---------------------------------------------------------------------------
 
 
@@ -245,7 +261,7 @@ def test_a_setuid_program_is_not_touched(all_programs, agent):
         place.chmod(0o4755)
         done = subprocess.run(
             [place, "there"],
-            env=programs.environment(LD_DEBUG="files", LD_DEBUG_OUTPUT=""),
+            env=programs.environment(LD_DEBUG="files"),  # fills standard error unless the program is really setuid
             user=65534,
             capture_output=True,
             text=True,
@@ -449,7 +465,7 @@ def test_a_peer_that_is_never_welcomed_comes_back_ever_more_slowly(glibc, agent)
             peer = agent.arrival()
             times.append(time.monotonic())
             peer.hang_up()
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps[0] < gaps[1] < gaps[2]
     assert gaps[2] > 0.35
 
@@ -515,6 +531,16 @@ def test_a_second_build_changes_nothing_and_a_lost_file_is_made_again(built):
     assert libraries[0].read_bytes() == content
 
 
+def test_the_build_says_what_it_does(built, capsys, monkeypatch):
+    out, entries = built
+    for known, said in [(True, "is up to date"), (False, entries["musl"]["path"])]:
+        if not known:
+            (out / "build.json").unlink()
+        monkeypatch.setattr(sys, "argv", ["build", "--out", str(out)])
+        assert preload_build.main() == 0
+        assert said in capsys.readouterr().out
+
+
 def test_the_same_sources_elsewhere_give_the_same_file(built, tmp_path, monkeypatch):
     shutil.copytree(preload_build.SOURCES, tmp_path / "elsewhere/vgpu_preload")
     monkeypatch.setattr(preload_build, "SOURCES", tmp_path / "elsewhere/vgpu_preload")
@@ -529,8 +555,7 @@ def test_the_same_sources_elsewhere_give_the_same_file(built, tmp_path, monkeypa
         ('__attribute__((visibility("default"))) int stray(void) { return 0; }', "stray"),
         ('__attribute__((constructor)) static void early(void) { __asm__ volatile(""); }', "constructors"),
         (
-            '#include <dlfcn.h>\nvoid *vgpu_probe(void) { return dlopen("x", 1); }\n'
-            '__attribute__((visibility("default"))) void *(*vgpu_keep)(void) = vgpu_probe;',
+            '#include <dlfcn.h>\n__attribute__((visibility("default"))) void *vgpu_probe(void) { return dlopen("x", 1); }',
             "not libc alone",
         ),
     ],

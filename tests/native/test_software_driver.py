@@ -27,7 +27,15 @@ MIB = 1 << 20
 CHILD = Path(__file__).with_name("software_driver_child.py")
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 2, 3, 100, 101
-ILLEGAL_STATE, NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = 401, 500, 600, 700, 800, 801
+OPERATING_SYSTEM, ILLEGAL_STATE, NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = (
+    304,
+    401,
+    500,
+    600,
+    700,
+    800,
+    801,
+)
 
 
 class Child:
@@ -247,8 +255,8 @@ result = [(*find(base, version), ctypes.cast(getattr(library, symbol), ctypes.c_
     assert len(found) > 150
     assert all(rc == 0 and status == 0 and address == symbol for rc, address, status, symbol in found)
     assert child.run("result = [find('cuNoSuchCall', 13000), find('cuMemCreate', 9000)]") == [
-        [NOT_FOUND, None, 1],
-        [NOT_FOUND, None, 2],
+        [0, None, 1],
+        [0, None, 2],
     ]
 
 
@@ -455,7 +463,7 @@ result = [forked, json.loads(os.read(reader, 100))]
         assert not [
             name for name in os.listdir(f"/proc/{forked}/fd") if "/gpu" in os.readlink(f"/proc/{forked}/fd/{name}")
         ]
-        assert node.caller().run(f"result = code(d.cuCheckpointProcessGetState({forked}))") == INVALID_VALUE
+        assert node.caller().run(f"result = code(d.cuCheckpointProcessGetState({forked}))") == NOT_INITIALIZED
         child.kill()
         assert node.target().run("result = ok(d.cuMemGetInfo())[0]") == 63 * MIB
     finally:
@@ -542,7 +550,7 @@ def test_a_kernel_on_memory_that_is_gone_faults_every_later_call(node, ptx):
     [
         (".version 5.0\\n.visible .entry somebody_elses_kernel()\\n", 218),
         ("\\x7fELF\\x02\\x01\\x01 .version", 209),
-        ("hello, this is no program", 209),
+        ("hello, this is no program", 200),
     ],
     ids=["unknown_kernel", "cubin", "text"],
 )
@@ -745,13 +753,20 @@ def test_calls_that_the_state_does_not_allow_are_refused(node, reach, refused):
 
 
 @pytest.mark.parametrize("verb", ["GetState", "GetRestoreThreadId", "Lock", "Checkpoint", "Restore", "Unlock"])
-def test_processes_without_cuda_are_an_invalid_value(node, verb):
+def test_processes_without_cuda_and_pids_without_a_process_are_told_apart(node, verb):
     caller, idle = node.caller(), node.child()
     dead = subprocess.Popen(["/bin/true"])
     dead.wait(5)
     more = "" if verb.startswith("Get") else ", None"
-    for pid in (os.getpid(), idle.pid, dead.pid, -1, 0):
-        assert caller.run(f"result = code(d.cuCheckpointProcess{verb}({pid}{more}))") == INVALID_VALUE
+    expected = {
+        os.getpid(): NOT_INITIALIZED,
+        idle.pid: NOT_INITIALIZED,
+        dead.pid: OPERATING_SYSTEM,
+        -1: OPERATING_SYSTEM,
+        0: OPERATING_SYSTEM,
+    }
+    for pid, answer in expected.items():
+        assert caller.run(f"result = code(d.cuCheckpointProcess{verb}({pid}{more}))") == answer, pid
 
 
 def test_the_restore_thread_is_a_thread_of_the_target(node):
@@ -1017,6 +1032,13 @@ def test_the_counter_notices_one_wrong_byte(node, tmp_path):
     assert counter.wait(20) == 3
     assert "WRONG" in counter.stderr.read()
     assert "WRONG" in steps(out)[-1]
+
+
+def test_the_kernels_give_the_sums_an_h200_gave_for_the_same_ptx(nodes, tmp_path):
+    out = tmp_path / "out"
+    counter = nodes("large", memory=128 * MIB).counter("--out", out, "--mib", 64, "--interval", 0, "--step-limit", 20)
+    assert counter.wait(30) == 0
+    assert (steps(out)[0], steps(out)[-1]) == ("step 1 sum 37f2e0d8fc348ea1 ok", "step 20 sum 37f2e0d905b48ea1 ok")
 
 
 def test_several_counting_processes_each_have_their_own_memory(node, tmp_path):

@@ -171,6 +171,20 @@ class Stage:
         partial.write_text(json.dumps(doc))
         partial.rename(folder / f"{container}.json")
 
+    def control_socket(self):
+        return self.run_dir / "containers" / CONTAINER / "agent.sock"
+
+    def preload(self, delay_s=0.0):
+        """A GPU process in the container that registers, lets go after `delay_s` when told, and comes back."""
+        program = str(ROOT / "tests/unit/gpu_client.py")
+        command = [sys.executable, program, "preload", str(self.control_socket()), str(delay_s)]
+        process = self.spawn(command, cgroup="", stdout=subprocess.DEVNULL)
+        wait_until(lambda: self.registered() == {process.pid}, "the registration")
+        return process
+
+    def registered(self):
+        return {process["pid"] for process in self.inventory() if process["registered"]}
+
     def journal(self):
         return sorted(path.name for path in (self.run_dir / "journal").glob("*.json"))
 

@@ -1,4 +1,4 @@
-"""A GPU process for the agent's tests: `gpu_client.py import` maps imported memory, `gpu_client.py preload SOCKET` registers.
+"""A GPU process for the agent's tests: `gpu_client.py import` maps imported memory, `gpu_client.py preload SOCKET DELAY` registers.
 
 Through ctypes on whatever libcuda.so.1 the loader finds; speaks the preload's protocol as spec/preload-protocol.md has it.
 """
@@ -80,7 +80,7 @@ def receive(connection):
     return kind
 
 
-def register_for_ever(path):
+def register_for_ever(path, delay_s):
     """Connect, say HELLO, let go when told, wait for the socket to come back."""
     hello = {"pid": os.getpid(), "ns_tid": 1, "comm": "gpu_client", "build_id": "ab", "libc": "glibc"}
     hello |= {"driver_version": 13000, "devices": [{"ordinal": 0, "uuid": "GPU-x"}], "mode": "driver"}
@@ -95,6 +95,7 @@ def register_for_ever(path):
                 while (kind := receive(connection)) is not None:
                     print(kind, flush=True)
                     if kind == 3:
+                        time.sleep(delay_s)
                         send(connection, 4, {})
                         break
             except ConnectionError:
@@ -109,4 +110,4 @@ if sys.argv[1] == "import":
     print("ready", flush=True)
     time.sleep(60)
 else:
-    register_for_ever(sys.argv[2])
+    register_for_ever(sys.argv[2], float(sys.argv[3]))

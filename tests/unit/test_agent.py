@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +58,15 @@ for line in sys.stdin:
     lease = client.stdout.readline().strip()
     assert lease
     return client, lease
+
+
+@pytest.fixture(scope="module")
+def agent_at_rest():
+    """One agent for all tests that only ask for what is refused."""
+    stage = Stage()
+    stage.start_agent()
+    yield stage
+    stage.close()
 
 
 # ---- freeze and thaw ------------------------------------------------------------------------------
@@ -124,30 +134,50 @@ def test_a_device_map_moves_a_process(two_gpus):
     assert free[second] < 64 << 20
 
 
-def test_a_device_map_that_names_no_uuids_is_refused(stage):
-    stage.start_agent()
+def test_a_device_map_that_names_no_uuids_is_refused(agent_at_rest):
+    stage = agent_at_rest
     with pytest.raises(AgentRefused, match="device_map"):
         stage.ask("thaw", container=CONTAINER, cgroup=stage.cgroup, deadline_s=5, device_map={"GPU-1": "GPU-2"})
 
 
 def test_a_process_that_cannot_be_locked_in_time_undoes_the_others(stage):
+    """It is stopped between the look at it and the lock; when it goes on, no lock may come late."""
     stage.start_agent()
-    stopped, *others = [stage.counter("one"), stage.counter("two"), stage.counter("three")]
-    stopped.process.send_signal(signal.SIGSTOP)
+    victim, *others = [stage.counter("one"), stage.counter("two"), stage.counter("three")]
     client = stage.connect()
-    resumed = time.monotonic() + 3
 
-    def resume_when_late():
-        time.sleep(max(resumed - time.monotonic(), 0))
-        stopped.process.send_signal(signal.SIGCONT)
+    def stop(event):
+        if (event["phase"], event["state"]) == ("detach", "start"):
+            victim.process.send_signal(signal.SIGSTOP)
+            threading.Timer(3, victim.process.send_signal, [signal.SIGCONT]).start()
 
-    import threading
+    args = {"container": CONTAINER, "cgroup": stage.cgroup, "deadline_s": 2}
+    stage.write_state()
+    preload = stage.preload(delay_s=0.5)  # so long lasts the phase before the lock
+    with pytest.raises(DeadlineExceeded, match=f"lock of process {victim.pid}"):
+        client.request("freeze", args, deadline_s=30, on_event=stop)
+    preload.kill()
+    assert all(counter.is_counting() for counter in [victim, *others])
+    wait_until(lambda: stage.journal() == [], "the end of the journal entry")
 
-    threading.Thread(target=resume_when_late).start()
-    with pytest.raises(DeadlineExceeded, match=f"lock of process {stopped.pid}"):
-        stage.freeze(client, deadline_s=2)
-    assert all(counter.is_counting() for counter in [stopped, *others])
-    assert stage.journal() == []
+
+@pytest.mark.parametrize("how", ["stopped", "frozen"])
+def test_a_process_that_cannot_run_is_refused_at_once(stage, how):
+    stage.start_agent()
+    counter = stage.counter("one")
+    if how == "stopped":
+        counter.process.send_signal(signal.SIGSTOP)
+    else:
+        (stage.cgroup_folder / "cgroup.freeze").write_text("1")
+        wait_until(lambda: "frozen 1" in (stage.cgroup_folder / "cgroup.events").read_text(), "the frozen cgroup")
+    client = stage.connect()
+    began = time.monotonic()
+    with pytest.raises(GpuProcessUnreadable, match=how):
+        stage.freeze(client)
+    assert time.monotonic() - began < 5
+    (stage.cgroup_folder / "cgroup.freeze").write_text("0")
+    counter.process.send_signal(signal.SIGCONT)
+    assert counter.is_counting()
 
 
 def test_too_little_device_memory_at_the_thaw_is_named_and_can_be_mended(stage):
@@ -297,8 +327,8 @@ def worker_pids(stage):
 # ---- who may ask, and how -------------------------------------------------------------------------
 
 
-def test_hello_and_facts_describe_the_node(stage):
-    stage.start_agent()
+def test_hello_and_facts_describe_the_node(agent_at_rest):
+    stage = agent_at_rest
     hello, facts = stage.ask("hello"), stage.ask("facts")
     assert hello["driver_version"] == facts["cuda_version"] == "13.0"
     assert [device["uuid"] for device in hello["devices"]] == stage.uuids
@@ -316,9 +346,22 @@ def test_without_a_driver_the_node_has_no_gpu(stage):
     assert stage.ask("facts")["devices"] == []
 
 
-def test_another_user_is_refused(stage):
+def test_a_thaw_waits_for_a_process_that_does_not_run_yet(stage):
     stage.start_agent()
+    counter = stage.counter("one")
+    client = stage.connect()
+    lease = stage.freeze(client)["lease"]
+    client.request("release", {"lease": lease, "keep": True}, deadline_s=10)
+    counter.process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, counter.process.send_signal, [signal.SIGCONT]).start()
+    stage.ask("thaw", container=CONTAINER, cgroup=stage.cgroup, deadline_s=15, device_map={})
+    assert counter.is_counting()
+
+
+def test_another_user_is_refused(agent_at_rest, request):
+    stage = agent_at_rest
     Path(stage.socket).chmod(0o666)
+    request.addfinalizer(lambda: Path(stage.socket).chmod(0o600))
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -337,8 +380,8 @@ def test_another_user_is_refused(stage):
     assert "65534" in answer["error"]["message"]
 
 
-def test_the_socket_file_keeps_other_users_out_as_well(stage):
-    stage.start_agent()
+def test_the_socket_file_keeps_other_users_out_as_well(agent_at_rest):
+    stage = agent_at_rest
     assert Path(stage.socket).stat().st_mode & 0o777 == 0o600
     assert (stage.run_dir / "state").stat().st_mode & 0o777 == 0o700
     assert (stage.run_dir / "journal").stat().st_mode & 0o777 == 0o700
@@ -358,8 +401,8 @@ def test_the_socket_file_keeps_other_users_out_as_well(stage):
         b"x" * (2 << 20),
     ],
 )
-def test_garbage_gets_one_refusal_and_harms_nobody(stage, garbage):
-    stage.start_agent()
+def test_garbage_gets_one_refusal_and_harms_nobody(agent_at_rest, garbage):
+    stage = agent_at_rest
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
         sock.connect(stage.socket)
@@ -387,23 +430,23 @@ def test_garbage_gets_one_refusal_and_harms_nobody(stage, garbage):
         ("freeze", {"container": "c", "cgroup": "/no/such/cgroup"}),
     ],
 )
-def test_a_senseless_request_is_refused_by_name(stage, verb, args):
-    stage.start_agent()
+def test_a_senseless_request_is_refused_by_name(agent_at_rest, verb, args):
+    stage = agent_at_rest
     with pytest.raises(AgentRefused, match=verb):
         stage.ask(verb, **{key: stage.cgroup if value == "CGROUP" else value for key, value in args.items()})
 
 
 @pytest.mark.parametrize("cgroup", ["/", "", "/.", "/../x", "a/../.."])
-def test_the_whole_node_is_no_container(stage, cgroup):
+def test_the_whole_node_is_no_container(agent_at_rest, cgroup):
     from vgpu_errors import VgpuError
 
-    stage.start_agent()
+    stage = agent_at_rest
     with pytest.raises(VgpuError, match=r"not the cgroup of a container|must be a string"):
         stage.ask("freeze", container="c", cgroup=cgroup, deadline_s=5)
 
 
-def test_two_agents_never_run(stage):
-    stage.start_agent()
+def test_two_agents_never_run(agent_at_rest):
+    stage = agent_at_rest
     for option, status in ((), 1), (("--on-demand",), 0):
         second = stage.spawn(stage.agent_command(*option), stderr=subprocess.DEVNULL)
         assert second.wait(10) == status
@@ -480,9 +523,9 @@ def test_a_client_gives_up_on_an_agent_that_hangs(tmp_path):
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(tmp_path / "s"))
         deaf.listen()
-        with AgentClient.connect(str(tmp_path / "s"), start_on_demand=False) as client:
-            with pytest.raises(DeadlineExceeded, match="hello"):
-                client.request("hello", deadline_s=0.3)
+        client = AgentClient.connect(str(tmp_path / "s"), start_on_demand=False)
+        with client, pytest.raises(DeadlineExceeded, match="hello"):
+            client.request("hello", deadline_s=0.3)
 
 
 # ---- the client's imports --------------------------------------------------------------------------
@@ -491,8 +534,13 @@ def test_a_client_gives_up_on_an_agent_that_hangs(tmp_path):
 def test_the_client_loads_nothing_heavy():
     code = "import sys; import gpu_state.client; print(*sorted(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=10
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=10,
+        check=True,
     )
     loaded = set(done.stdout.split())
-    assert "gpu_state.client" in loaded, done.stderr
+    assert "gpu_state.client" in loaded
     assert not loaded & {"dataclasses", "logging", "subprocess", "tempfile", "pathlib", "argparse", "threading"}

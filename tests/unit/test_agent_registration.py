@@ -5,8 +5,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from gpu_state.client import AgentClient
 from gpu_state.deadline import Deadline
 from gpu_state.preload_frames import MAX_PAYLOAD, Frame, FrameError, FrameReader, FrameType, Hello
 from gpu_state.registration import Registration
-from tests.unit.agent_stage import CONTAINER, ROOT, Stage, cgroup2_mount, wait_until
+from tests.unit.agent_stage import CONTAINER, Stage, cgroup2_mount, wait_until
 from vgpu_errors import DeadlineExceeded
 
 needs_cgroup = pytest.mark.skipif(cgroup2_mount() is None, reason="needs root and a writable cgroup2 hierarchy")
@@ -36,23 +34,9 @@ def stage():
     stage.close()
 
 
-def control_socket(stage, container=CONTAINER):
-    return stage.run_dir / "containers" / container / "agent.sock"
-
-
 def assert_hung_up(sock):
     with contextlib.suppress(ConnectionResetError):  # closed with some of what we sent unread
         assert sock.recv(100) == b""
-
-
-def start_preload(stage):
-    """A GPU process in the container that registers, lets go and comes back."""
-    command = [sys.executable, str(ROOT / "tests/unit/gpu_client.py"), "preload", str(control_socket(stage))]
-    return stage.spawn(command, cgroup="", stdout=subprocess.DEVNULL)
-
-
-def is_registered(stage):
-    return [process["registered"] for process in stage.inventory()] == [True]
 
 
 # ---- a real agent ---------------------------------------------------------------------------------
@@ -62,31 +46,31 @@ def is_registered(stage):
 def test_a_process_registers_lets_go_and_comes_back(stage):
     stage.start_agent()
     stage.write_state()
-    wait_until(control_socket(stage).is_socket, "the control socket")
-    assert control_socket(stage).stat().st_mode & 0o777 == 0o666
-    assert control_socket(stage).parent.stat().st_mode & 0o777 == 0o755
-    preload = start_preload(stage)
-    wait_until(lambda: is_registered(stage), "the registration")
+    wait_until(stage.control_socket().is_socket, "the control socket")
+    assert stage.control_socket().stat().st_mode & 0o777 == 0o666
+    assert stage.control_socket().parent.stat().st_mode & 0o777 == 0o755
+    preload = stage.preload()
     with AgentClient.connect(stage.socket, start_on_demand=False) as client:
         frozen = stage.freeze(client)
         assert [process["pid"] for process in frozen["processes"]] == [preload.pid]
         assert frozen["processes"][0]["registered"]
-        assert not control_socket(stage).exists()
+        assert not stage.control_socket().exists()
         held = [os.readlink(link) for link in Path(f"/proc/{preload.pid}/fd").iterdir()]
         assert not [path for path in held if path.startswith("socket:")]
         client.request("release", {"lease": frozen["lease"], "keep": False}, deadline_s=20)
-    wait_until(lambda: is_registered(stage), "the registration after the thaw")
+    wait_until(stage.registered, "the registration after the thaw")
 
 
 @needs_cgroup
 def test_a_process_of_another_cgroup_is_turned_away(stage):
     stage.start_agent()
     stage.write_state()
-    wait_until(control_socket(stage).is_socket, "the control socket")
+    wait_until(stage.control_socket().is_socket, "the control socket")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(5)
-        sock.connect(str(control_socket(stage)))
-        sock.sendall(Frame(FrameType.HELLO, 1, HELLO).to_bytes())
+        sock.connect(str(stage.control_socket()))
+        with contextlib.suppress(BrokenPipeError):
+            sock.sendall(Frame(FrameType.HELLO, 1, HELLO).to_bytes())
         assert_hung_up(sock)
 
 
@@ -95,9 +79,9 @@ def test_the_socket_comes_when_asked_and_goes_with_the_container(stage):
     stage.start_agent()
     stage.write_state()
     assert stage.ask("watch", container=CONTAINER) == {}
-    assert control_socket(stage).is_socket()
+    assert stage.control_socket().is_socket()
     (stage.run_dir / "state" / f"{CONTAINER}.json").unlink()
-    wait_until(lambda: not control_socket(stage).exists(), "the end of the control socket", 2.0)
+    wait_until(lambda: not stage.control_socket().exists(), "the end of the control socket", 2.0)
 
 
 @needs_cgroup
@@ -107,25 +91,22 @@ def test_containers_known_before_the_agent_started_get_their_socket(stage):
     stage.agent.kill()
     stage.agent.wait(5)
     stage.start_agent()
-    assert control_socket(stage).is_socket()
+    assert stage.control_socket().is_socket()
 
 
 @needs_cgroup
 def test_a_preload_that_does_not_let_go_ends_the_freeze_and_changes_nothing(stage):
-    """Its process is stopped: the helper cannot answer, and CRIU would meet its open socket."""
+    """Its helper is too slow here; CRIU would meet its open socket."""
     stage.start_agent()
     stage.write_state()
-    preload = start_preload(stage)
-    wait_until(lambda: is_registered(stage), "the registration")
-    os.kill(preload.pid, 19)
+    preload = stage.preload(delay_s=2.0)
     with (
         AgentClient.connect(stage.socket, start_on_demand=False) as client,
         pytest.raises(DeadlineExceeded, match="detach"),
     ):
         stage.freeze(client, deadline_s=1)
-    os.kill(preload.pid, 18)
-    wait_until(control_socket(stage).is_socket, "the control socket")
-    wait_until(lambda: is_registered(stage), "the registration afterwards")
+    assert stage.journal() == []
+    wait_until(lambda: stage.registered() == {preload.pid}, "the registration afterwards")
 
 
 # ---- the server side alone, this process being the container -----------------------------------------

@@ -40,11 +40,12 @@ class Clock:
         return self.now
 
 
+NEEDS = {"lock": RUNNING, "checkpoint": LOCKED, "restore": CHECKPOINTED, "unlock": LOCKED}
+LEADS_TO = {"lock": LOCKED, "checkpoint": CHECKPOINTED, "restore": LOCKED, "unlock": RUNNING}
+
+
 class SimulatedDriver:
     """The checkpoint state machine of the driver over plain process ids, with faults on order."""
-
-    NEEDS = {"lock": RUNNING, "checkpoint": LOCKED, "restore": CHECKPOINTED, "unlock": LOCKED}
-    LEADS_TO = {"lock": LOCKED, "checkpoint": CHECKPOINTED, "restore": LOCKED, "unlock": RUNNING}
 
     def __init__(self, pids, clock):
         self.states = dict.fromkeys(pids, RUNNING)
@@ -88,10 +89,10 @@ class SimulatedDriver:
         if fault == "takes effect later":
             self.in_flight[pid] = (call, 3)
             self._pass_time(call, pid, deadline)
-        if call in self.NEEDS:
-            if self.states[pid] is not self.NEEDS[call]:
+        if call in NEEDS:
+            if self.states[pid] is not NEEDS[call]:
                 raise DriverCallFailed(call=FULL_NAME[call], pid=pid, code=ILLEGAL_STATE, name="ILLEGAL_STATE")
-            self.states[pid] = self.LEADS_TO[call]
+            self.states[pid] = LEADS_TO[call]
         if fault == "times out after":
             self._pass_time(call, pid, deadline)
         if fault == "worker dies":
@@ -102,8 +103,8 @@ class SimulatedDriver:
         pending, looks = self.in_flight.pop(pid, (None, 0))
         if pending and call == "get_state" and looks > 0:
             self.in_flight[pid] = (pending, looks - 1)
-        elif pending and self.states[pid] is self.NEEDS[pending]:
-            self.states[pid] = self.LEADS_TO[pending]
+        elif pending and self.states[pid] is NEEDS[pending]:
+            self.states[pid] = LEADS_TO[pending]
 
     def _pass_time(self, call, pid, deadline):
         self.clock.now += 1000
@@ -362,7 +363,7 @@ def test_a_thaw_restores_all_before_it_unlocks_any(stage):
     thaw(stage, lease, device_map={UUID: UUID})
     order = [call for call, _ in stage.driver.calls if call in {"restore", "unlock"}]
     assert order == ["restore"] * 3 + ["unlock"] * 3
-    assert stage.driver.maps == dict.fromkeys(stage.pids, {UUID: UUID})
+    assert stage.driver.maps == {pid: {UUID: UUID} for pid in stage.pids}
     assert set(stage.driver.states.values()) == {RUNNING}
 
 

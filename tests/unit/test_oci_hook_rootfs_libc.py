@@ -136,6 +136,8 @@ def test_a_mounted_file_is_found_and_a_tmpfs_hides(rootfs, tmp_path):
     (rootfs / "run").mkdir()
     assert find(rootfs, ["/run/podman-init"], mounts=[mount]).libc == MUSL
     (rootfs / "usr/bin/app").write_bytes(elf(MUSL_LOADER))
+    (tmp_path / "link").symlink_to("catatonit")
+    assert find(rootfs, ["/run/podman-init"], mounts=[{**mount, "source": str(tmp_path / "link")}]).libc == MUSL
     hidden = {"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}
     assert find(rootfs, ["/usr/bin/app"], mounts=[hidden]).libc is None
 

@@ -22,8 +22,10 @@ RECORDED = [
         True,
     ),
     (
-        f"--systemd-cgroup --log-format=json --log {R}/oci-log create --bundle {B} --pid-file {R}/pidfile "
-        "--console-socket /var/tmp/conmon-term.X --preserve-fds 2 4f1e",
+        (
+            f"--systemd-cgroup --log-format=json --log {R}/oci-log create --bundle {B} --pid-file {R}/pidfile "
+            "--console-socket /var/tmp/conmon-term.X --preserve-fds 2 4f1e"
+        ),
         "create",
         "4f1e",
         {"bundle": B, "console-socket": "/var/tmp/conmon-term.X", "preserve-fds": "2"},
@@ -52,8 +54,10 @@ RECORDED = [
         True,
     ),
     (
-        f"checkpoint --image-path {B}/checkpoint --work-path {B} --leave-running --leave-running --tcp-established "
-        "--file-locks 4f1e",
+        (
+            f"checkpoint --image-path {B}/checkpoint --work-path {B} --leave-running --leave-running --tcp-established "
+            "--file-locks 4f1e"
+        ),
         "checkpoint",
         "4f1e",
         {"leave-running": None, "tcp-established": None, "file-locks": None},
@@ -74,8 +78,10 @@ RECORDED = [
         True,
     ),
     (
-        f"restore --bundle {B} --pid-file {R}/pidfile --detach --image-path {B}/checkpoint --work-path {B} "
-        "--tcp-established --tcp-close --file-locks 4f1e",
+        (
+            f"restore --bundle {B} --pid-file {R}/pidfile --detach --image-path {B}/checkpoint --work-path {B} "
+            "--tcp-established --tcp-close --file-locks 4f1e"
+        ),
         "restore",
         "4f1e",
         {"bundle": B, "image-path": f"{B}/checkpoint", "detach": None, "tcp-close": None},
@@ -107,8 +113,10 @@ RECORDED = [
         True,
     ),
     (
-        f"{CTR} restore --image-path /tmp/ctrd-checkpoint1 --work-path {T}/work --detach --pid-file {T}/init.pid "
-        f"-no-subreaper --bundle {T} new",
+        (
+            f"{CTR} restore --image-path /tmp/ctrd-checkpoint1 --work-path {T}/work --detach --pid-file {T}/init.pid "
+            f"-no-subreaper --bundle {T} new"
+        ),
         "restore",
         "new",
         {"image-path": "/tmp/ctrd-checkpoint1", "no-subreaper": None, "bundle": T},
@@ -225,7 +233,7 @@ def test_switches(word, is_given):
     ],
 )
 def test_argv_with_replacements(replacements, expected):
-    call = parse("rt --debug checkpoint --image-path /i --leave-running --leave-running c".split())
+    call = parse(["rt", "--debug", "checkpoint", "--image-path", "/i", "--leave-running", "--leave-running", "c"])
     assert call.argv_with(replacements) == expected.split()
 
 
@@ -234,13 +242,10 @@ def test_a_replacement_covers_every_form_of_the_option():
     assert call.argv_with({"bundle": "/n"}) == ["rt", "create", "--bundle", "/n", "c"]
 
 
-words = st.one_of(
-    st.sampled_from(
-        "create run exec checkpoint restore delete kill --root --log --bundle -b -bx --bundle=/b --process -no-subreaper "
-        "--help -- - --force -d --image-path c1 --x=y -e A=1 --".split()
-    ),
-    st.text(max_size=5),
-)
+VERBS = ["create", "run", "exec", "checkpoint", "restore", "delete", "kill"]
+OPTIONS = ["--root", "--log", "--bundle", "-b", "-bx", "--bundle=/b", "--process", "-no-subreaper", "--help", "--force"]
+OTHERS = ["--", "-", "-d", "--image-path", "c1", "--x=y", "-e", "A=1"]
+words = st.one_of(st.sampled_from([*VERBS, *OPTIONS, *OTHERS]), st.text(max_size=5))
 
 
 @settings(max_examples=500, deadline=None)

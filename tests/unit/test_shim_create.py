@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from oci_hook.settings import read_settings
+from runtime_shim.arguments import parse
+from runtime_shim.create import create
 from tests.simulators.shim_install import ShimInstall, cpu_spec, elf, gpu_spec
 
 
@@ -297,3 +300,28 @@ def test_the_debug_log_is_written_only_when_configured(install):
     assert len(lines) == 1
     assert "create c2: device /dev/nvidia0; glibc build ab12" in lines[0]
     assert os.stat(install.folder / "runtime.log").st_mode & 0o777 == 0o600
+
+
+def test_a_rootless_engine_that_may_not_write_gets_its_container_unchanged(install, monkeypatch):
+    bundle = install.bundle()
+    content = (bundle / "config.json").read_bytes()
+    monkeypatch.setattr("runtime_shim.create._is_in_user_namespace", lambda: True)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    passed = _Passed()
+    with pytest.raises(_Passed):
+        create(
+            parse(["rt", "create", "--bundle", str(bundle), "c1"]),
+            read_settings(str(install.folder / "runtime.conf")),
+            passed,
+        )
+    assert passed.config == content
+    assert not install.run_dir.exists()
+
+
+class _Passed(Exception):  # noqa: N818 - stands for the exec that ends a call
+    """A low-level runtime that notes what it would have seen."""
+
+    def replace_process(self, call):
+        with open(os.path.join(call.get("bundle"), "config.json"), "rb") as file:
+            self.config = file.read()
+        raise self

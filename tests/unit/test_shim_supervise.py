@@ -1,6 +1,7 @@
 """The child lives and dies as if the engine had started it: signals, parent death, deadline, status, streams."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -190,27 +191,18 @@ def test_signals_reach_the_low_level_runtime(install, name):
 def test_a_terminals_interrupt_arrives_once(install):
     """The terminal signals the whole process group; forwarding would double it."""
     install.low_level.behaves(run={"sleep_s": 1.0})
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        [install.runtime, "run", "--bundle", str(install.bundle()), "c1"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={},
-        start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-    )
-    os.close(slave)
+    install.bundle()
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execve(install.runtime, [install.runtime, "run", "--bundle", str(install.folder / "bundles/c1"), "c1"], {})
     try:
         install.low_level.wait_for_call("run")
         os.write(master, b"\x03")
-        wait_until(lambda: install.low_level.signals())
-        process.wait(10)
+        wait_until(install.low_level.signals)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert install.low_level.signals() == ["SIGINT"]
     finally:
         os.close(master)
-        process.kill()
-        process.wait(10)
 
 
 @pytest.mark.parametrize("verb", ["create", "run"])

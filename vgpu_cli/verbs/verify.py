@@ -50,7 +50,7 @@ def describe(name: str, found: VerifiedSource) -> dict[str, Any]:
         "source": name,
         "kind": found.kind,
         "compression": result.compression,
-        "signed": verified.key_id is not None,
+        "trusted": verified.key_id is not None,
         "keyId": verified.key_id,
         "keyName": verified.key_name,
         "manifestDigest": verified.manifest_digest,
@@ -74,7 +74,7 @@ def _print(name: str, found: VerifiedSource, out: Output) -> None:
         ["source", f"{name} ({found.kind}, compression {doc['compression']})"],
         [
             "signature",
-            f"holds, key {doc['keyId']} ({doc['keyName']})" if doc["signed"] else "NONE; the policy allows it",
+            f"holds, key {doc['keyId']} ({doc['keyName']})" if doc["trusted"] else "NONE; the policy allows it",
         ],
         ["manifest", f"sha256:{doc['manifestDigest']}" if doc["manifestDigest"] else "none"],
         ["content root", doc["contentRoot"] or "none"],
@@ -87,7 +87,9 @@ def _print(name: str, found: VerifiedSource, out: Output) -> None:
         out.table(f"Outside of the signature ({OUTSIDE_NOTE})", ["file", "bytes"], rows)
     if found.result.config_differences == ():
         out.line("spec.dump: its security settings are the signed ones")
-    out.line("verified" if doc["signed"] else "whole as far as it goes, but nobody vouches for it")
+    if found.result.config_differences:
+        return  # the error that follows names them
+    out.line("verified" if doc["trusted"] else "whole as far as it goes, but nobody vouches for it")
 
 
 def _progress(out: Output) -> Any:

@@ -22,8 +22,7 @@ TARGETS = {
     "glibc-new": "x86_64-linux-gnu.2.34",
     "musl": "x86_64-linux-musl",
 }
-# Like the real driver library, the stand-in brings libpthread into the process where that is a library of its own.
-_DRIVER = ("stub_libcuda.c", "-Wl,-soname,libcuda.so.1", "-Wl,--no-as-needed")
+_DRIVER = ("stub_libcuda.c", "-Wl,-soname,libcuda.so.1")
 LIBRARIES = {
     "libcuda.so.1": (*_DRIVER, "-Wl,-Bsymbolic"),
     "global/libcuda.so.1": _DRIVER,

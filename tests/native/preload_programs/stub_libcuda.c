@@ -1,6 +1,7 @@
 /* A driver library of eight calls for the preload's own tests: says that it was called, nothing more.
  * STUB_CUINIT=<code> makes cuInit fail. Its own references to cuInit go through the global scope, as in any library
  * built without -Bsymbolic. */
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,6 +15,12 @@ int cuInit(unsigned int flags)
     (void)flags;
     __atomic_add_fetch(&init_calls, 1, __ATOMIC_RELAXED);
     return code != NULL ? atoi(code) : 0;
+}
+
+/* Like the real driver library it brings libpthread into the process, where that is a library of its own. */
+void *stub_uses_threads(void)
+{
+    return (void *)pthread_create;
 }
 
 int stub_init_calls(void)

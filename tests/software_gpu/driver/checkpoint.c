@@ -1,8 +1,8 @@
 /* cuCheckpointProcess*: steers another process (or this one) through its control block.
  *
- * Answers of this driver where the real one's are not documented: a pid that does not exist, that this process may not read, or
- * that has no initialised CUDA gives CUDA_ERROR_INVALID_VALUE. The caller itself must have called cuInit. None of these calls
- * passes the gate: a locked process may still be asked about, and a process may lock itself from a thread of its own.
+ * Answers as measured on driver 580.159.04 (H200): a process without initialised CUDA, plain or with the library only loaded, gives
+ * CUDA_ERROR_NOT_INITIALIZED; a pid that is no process gives CUDA_ERROR_OPERATING_SYSTEM. Assumed, not measured: the second also for a
+ * process that this one may not read, or that dies during the call. The caller must itself have called cuInit. None of these calls passes the gate: a locked process may still be asked about, and a process may lock itself from a thread of its own.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -47,13 +47,13 @@ static uint64_t scan(int pid, uint64_t start, uint64_t end)
 
 /* The library may be another build under another path (a container's musl copy), so the block is found by its magic in the
  * writable mappings of any file named libcuda.so*. */
-static uint64_t find_block(int pid)
+static CUresult find_block(int pid, uint64_t *address)
 {
     char path[64], line[600];
     uint64_t found = 0;
     snprintf(path, sizeof path, "/proc/%d/maps", pid);
     FILE *maps = fopen(path, "re");
-    if (!maps) return 0;
+    if (!maps) return CUDA_ERROR_OPERATING_SYSTEM;
     while (!found && fgets(line, sizeof line, maps)) {
         unsigned long start, end;
         char protection[5];
@@ -63,16 +63,16 @@ static uint64_t find_block(int pid)
         found = scan(pid, start, end);
     }
     fclose(maps);
-    return found;
+    *address = found;
+    return found ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 
 static CUresult locate(int pid, uint64_t *address, struct control_block *block)
 {
     NEED(gate_is_initialised() && !gate_is_forked(), CUDA_ERROR_NOT_INITIALIZED);
-    NEED(pid > 0, CUDA_ERROR_INVALID_VALUE);
-    *address = find_block(pid);
-    NEED(*address && read_target(pid, *address, block, sizeof *block), CUDA_ERROR_INVALID_VALUE);
-    NEED(block->layout == CONTROL_LAYOUT && block->size == sizeof *block && block->initialised, CUDA_ERROR_INVALID_VALUE);
+    TRY(find_block(pid, address));
+    NEED(read_target(pid, *address, block, sizeof *block), CUDA_ERROR_OPERATING_SYSTEM);
+    NEED(block->layout == CONTROL_LAYOUT && block->size == sizeof *block && block->initialised, CUDA_ERROR_NOT_INITIALIZED);
     return CUDA_SUCCESS;
 }
 
@@ -82,7 +82,7 @@ static CUresult wait_for_answer(int pid, uint64_t address, uint32_t number)
     struct control_block block;
     do { /* ends when the process answers or is gone; the caller's own deadline is timeoutMs */
         nanosleep(&pause, NULL);
-        NEED(read_target(pid, address, &block, sizeof block), CUDA_ERROR_INVALID_VALUE);
+        NEED(read_target(pid, address, &block, sizeof block), CUDA_ERROR_OPERATING_SYSTEM);
     } while (block.answer_number != number);
     return block.result;
 }
@@ -93,8 +93,8 @@ static CUresult ask_locked(int pid, const struct control_request *request)
     uint64_t address;
     TRY(locate(pid, &address, &block));
     uint32_t number = block.request_number + 1;
-    NEED(write_target(pid, address + offsetof(struct control_block, request), request, sizeof *request), CUDA_ERROR_INVALID_VALUE);
-    NEED(write_target(pid, address + offsetof(struct control_block, request_number), &number, sizeof number), CUDA_ERROR_INVALID_VALUE);
+    NEED(write_target(pid, address + offsetof(struct control_block, request), request, sizeof *request), CUDA_ERROR_OPERATING_SYSTEM);
+    NEED(write_target(pid, address + offsetof(struct control_block, request_number), &number, sizeof number), CUDA_ERROR_OPERATING_SYSTEM);
     return wait_for_answer(pid, address, number);
 }
 
@@ -105,7 +105,7 @@ static CUresult ask(int pid, const struct control_request *request)
     NEED(gate_is_initialised() && !gate_is_forked(), CUDA_ERROR_NOT_INITIALIZED);
     snprintf(path, sizeof path, "/proc/%d/maps", pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
-    NEED(fd >= 0, CUDA_ERROR_INVALID_VALUE);
+    NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
     CUresult rc = flock(fd, LOCK_EX) == 0 ? ask_locked(pid, request) : CUDA_ERROR_OPERATING_SYSTEM;
     close(fd);
     return rc;
@@ -147,12 +147,12 @@ EXPORT CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
     TRY(locate(pid, &address, &block));
     snprintf(path, sizeof path, "/proc/%d/task", pid);
     DIR *tasks = opendir(path);
-    NEED(tasks, CUDA_ERROR_INVALID_VALUE);
+    NEED(tasks, CUDA_ERROR_OPERATING_SYSTEM);
     *tid = 0;
     for (struct dirent *task = readdir(tasks); task && !*tid; task = readdir(tasks))
         if (task->d_name[0] != '.' && namespace_tid(pid, task->d_name) == block.ns_driver_tid) *tid = atoi(task->d_name);
     closedir(tasks);
-    return *tid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return *tid ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
 
 static bool is_zero(const void *bytes, size_t count)

@@ -1,7 +1,8 @@
 /* Modules, libraries and functions: PTX text in, kernels by name out.
  *
  * Reads the `.entry` names and `.global` variables of the text, nothing else of it. Every entry must be a kernel this driver
- * knows (kernels.c), else the whole module is refused; images that are no PTX text have no code for this device.
+ * knows (kernels.c), else the whole module is refused; ELF and fat binaries hold no code for this
+ * device (209); anything else is an invalid image (200, as measured on the real driver).
  */
 #include <ctype.h>
 #include <fcntl.h>
@@ -97,12 +98,19 @@ static bool is_ptx(const char *image)
     return strstr(image, ".version") != NULL;
 }
 
+static CUresult refuse_binary(const void *image)
+{
+    static const unsigned char fatbin[4] = {0x50, 0xed, 0x55, 0xba};
+    bool is_binary = !memcmp(image, "\x7f" "ELF", 4) || !memcmp(image, fatbin, 4);
+    return is_binary ? CUDA_ERROR_NO_BINARY_FOR_GPU : CUDA_ERROR_INVALID_IMAGE;
+}
+
 static CUresult module_load(CUmodule *out, const void *image)
 {
     CUcontext context = context_current();
     NEED(out && image, CUDA_ERROR_INVALID_VALUE);
     NEED(context, CUDA_ERROR_INVALID_CONTEXT);
-    NEED(is_ptx(image), CUDA_ERROR_NO_BINARY_FOR_GPU);
+    if (!is_ptx(image)) return refuse_binary(image);
     CUmodule module = calloc(1, sizeof *module);
     NEED(module, CUDA_ERROR_OUT_OF_MEMORY);
     module->magic = MODULE_MAGIC;

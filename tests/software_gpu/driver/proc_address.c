@@ -27,7 +27,7 @@ static const struct { const char *base; int version; void *address; } calls[] = 
 #undef CALL_SELF
 };
 
-/* The newest form that is not newer than asked for. */
+/* The newest form that is not newer than asked for. With a place for the status a missing call is no error (measured, 580.159.04). */
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, cuuint64_t flags, int *status)
 {
     int best = -1, result = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
@@ -41,7 +41,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, c
     }
     *out = best < 0 ? NULL : calls[best].address;
     if (status) *status = result;
-    return best < 0 ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+    return best < 0 && !status ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, cuuint64_t flags)
