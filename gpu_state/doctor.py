@@ -50,11 +50,11 @@ class Check:
         return {"key": self.key, "status": self.status, "what": self.what, "remedy": self.remedy}
 
 
-def driver(facts: NodeFacts | None, problem: str) -> Check:
+def driver(facts: NodeFacts, problem: str) -> Check:
     """The driver library loads and has the checkpoint calls."""
-    if facts is None or facts.cuda_version is None:
+    if facts.cuda_version is None:
         return Check(
-            "driver", "fail", f"No NVIDIA driver could be loaded{f' ({problem})' if problem else ''}",
+            "driver", "fail", problem or "No NVIDIA driver could be loaded",
             "Install the NVIDIA driver 570 or newer, or set 'driver_dir' in /etc/vgpu/runtime.conf.",
         )  # fmt: skip
     branch = (version_tuple(facts.driver_release or "") or (0,))[0]

@@ -277,8 +277,9 @@ def _memory_findings(record: Record, moves: Mapping[str, str], free_bytes: Mappi
     for process in record.processes:
         homes = tuple(sorted(moves.get(uuid, uuid) for uuid in process.devices))
         needed[homes] = needed.get(homes, 0) + (process.gpu_bytes or 0)
-    free = {homes: sum(free_bytes.get(uuid, 0) for uuid in homes) for homes in needed}
-    return [_too_full(homes, needed[homes], free[homes]) for homes in needed if homes and needed[homes] > free[homes]]
+    known = [homes for homes in needed if homes and all(uuid in free_bytes for uuid in homes)]
+    free = {homes: sum(free_bytes[uuid] for uuid in homes) for homes in known}
+    return [_too_full(homes, needed[homes], free[homes]) for homes in known if needed[homes] > free[homes]]
 
 
 def _too_full(homes: tuple[str, ...], wanted: int, free: int) -> Finding:

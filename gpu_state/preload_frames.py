@@ -1,7 +1,8 @@
 """Frames of the preload's protocol (spec/preload-protocol.md): a 16-byte header, then JSON.
 
 Pure: bytes in, frames out. Believes nothing of a peer: magic, version and length are checked before anything is kept.
-Used by registration.py.
+Version 1 registers a process; version 2 adds the requests of staged mode and long payloads.
+Used by registration.py and preload_peer.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 MAGIC = 0x55504756  # "VGPU"
 VERSION = 1
+STAGED_VERSION = 2
 MAX_PAYLOAD = 65536
+MAX_ANSWER_PAYLOAD = 8 << 20
+MAX_FDS = 200  # of one frame; the kernel's limit is 253
 _HEADER = struct.Struct("<IHHII")
 
 
@@ -30,6 +34,20 @@ class FrameType(IntEnum):
     DETACHED = 4
     PING = 5
     PONG = 6
+    INVENTORY = 10
+    INVENTORY_IS = 11
+    EXPORT = 12
+    EXPORTED = 13
+    REST = 14
+    RESTED = 15
+    RELEASE = 16
+    RELEASED = 17
+    MAP = 18
+    MAPPED = 19
+    OPEN = 20
+    FAILED = 21
+    FDS = 22
+    OPENED = 23
 
 
 class FrameError(ValueError):
@@ -43,11 +61,12 @@ class Frame:
     type: int
     sequence: int
     payload: dict[str, Any]
+    version: int = VERSION
 
     def to_bytes(self) -> bytes:
         """The frame on the wire."""
-        body = json.dumps(self.payload).encode()
-        return _HEADER.pack(MAGIC, VERSION, self.type, len(body), self.sequence) + body
+        body = json.dumps(self.payload, separators=(",", ":")).encode()
+        return _HEADER.pack(MAGIC, self.version, self.type, len(body), self.sequence) + body
 
 
 class FrameReader:
@@ -55,30 +74,43 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        # Raised while an answer is awaited that can be long; an uninvited peer gets no more room than in version 1.
+        self.max_payload = MAX_PAYLOAD
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Every frame that `data` completes."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             magic, version, kind, length, sequence = _HEADER.unpack_from(self._buffer)
-            if magic != MAGIC or version != VERSION or length > MAX_PAYLOAD:
+            if magic != MAGIC or version not in (VERSION, STAGED_VERSION) or length > self.max_payload:
                 raise FrameError(f"magic {magic:#x}, version {version}, length {length}")
             if len(self._buffer) < _HEADER.size + length:
                 return
             body = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
             del self._buffer[: _HEADER.size + length]
-            yield Frame(kind, sequence, _payload(body))
+            yield Frame(kind, sequence, _payload(body), version)
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a preload says of its process. Claims of the container: shown to the user, never decided upon."""
+    """What a preload says of its process. Claims of the container.
+
+    The agent acts on `mode`, `protocol` and `phase`: a process that lies there hurts none but itself.
+    """
 
     ns_pid: int
     build_id: str
     libc: str
     driver_version: int
     devices: tuple[str, ...]
+    mode: str = "driver"
+    protocol: int = VERSION
+    phase: str = "open"
+
+    @property
+    def is_staged(self) -> bool:
+        """The preload can hand its process's memory over."""
+        return self.mode == "staged" and self.protocol >= STAGED_VERSION
 
     @classmethod
     def from_json(cls, doc: dict[str, Any]) -> Hello:
@@ -93,6 +125,9 @@ class Hello:
             libc=str(doc.get("libc", "")),
             driver_version=version if isinstance(version := doc.get("driver_version"), int) else 0,
             devices=tuple(uuid for uuid in uuids if isinstance(uuid, str)),
+            mode=str(doc.get("mode", "driver")),
+            protocol=protocol if isinstance(protocol := doc.get("protocol"), int) else VERSION,
+            phase=str(doc.get("phase", "open")),
         )
 
 

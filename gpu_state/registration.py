@@ -1,9 +1,10 @@
 """The control sockets of containers, where preload libraries register their processes (spec/preload-protocol.md).
 
-One socket per container whose state file lies in /run/vgpu/state. A peer must be a process of that container's cgroup, else
-its connection is closed; what it says is shown and never decided upon. Owned by one thread; other threads hand work to it.
+One socket per container whose state file lies in /run/vgpu/state, or that a thaw holds open before there is a state file.
+A peer must be a process of that container's cgroup, else its connection is closed. Owned by one thread; other threads hand
+work to it, and ask preloads of staged mode through `links` (preload_link.py).
 Around a CRIU dump `pause` takes the socket away and waits until every preload has let go, `resume` brings it back.
-Called by freeze.py (through ControlSockets), inventory.py and the `watch` verb.
+Called by freeze.py (through ControlSockets), inventory.py, staged_*.py and the `watch` verb.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpu_state.preload_frames import Frame, FrameError, FrameReader, FrameType, Hello
+from gpu_state.preload_frames import Frame, FrameError, FrameType, Hello
+from gpu_state.preload_link import PreloadLink
+from gpu_state.preload_peer import Peer
 from gpu_state.processes import is_in_cgroup
 from gpu_state.state_watch import StateWatch
 
@@ -34,16 +38,7 @@ MAX_PEERS = 512  # of one container; each costs a descriptor and at most 64 KiB
 DETACH_S = 10.0
 _RESCAN_S = 5.0
 _SLICE_S = 0.05
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """One preload's connection."""
-
-    connection: socket.socket
-    pid: int
-    reader: FrameReader = field(default_factory=FrameReader)
-    hello: Hello | None = None
+_HOLD_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -53,8 +48,10 @@ class _Container:
     id: str
     cgroup: str
     listener: socket.socket | None = None
-    peers: set[_Peer] = field(default_factory=set)
+    peers: set[Peer] = field(default_factory=set)
     is_paused: bool = False
+    # Until then the container needs no state file: the runtime shim writes it when a restore has ended.
+    held_until: float = 0.0
 
 
 class Registration:
@@ -103,6 +100,17 @@ class Registration:
         """Listen for the container again, if it is still there."""
         self._post(lambda: self._reattach(container))
 
+    def hold(self, container: str, cgroup: str, deadline: Deadline) -> None:
+        """Listen for a container that has no state file yet, from now until a while after the deadline."""
+        until = time.monotonic() + deadline.remaining() + _HOLD_S
+        self._do(lambda: self._hold(container, cgroup, until), deadline, "listening for the preload library")
+
+    def links(self, container: str) -> dict[int, PreloadLink]:
+        """Host pid -> a way to ask its preload, of the processes whose preload speaks staged mode and is connected."""
+        known = self._containers.get(container)
+        peers = list(known.peers) if known else []
+        return {peer.pid: PreloadLink(peer) for peer in peers if peer.hello is not None and peer.hello.is_staged}
+
     def registered(self, container: str) -> dict[int, tuple[str, ...]]:
         """Host pid -> device uuids, of the processes whose preload is connected."""
         known = self._containers.get(container)
@@ -131,8 +139,10 @@ class Registration:
 
     def _scan(self) -> None:
         wanted = {path.stem for path in self._state_dir.glob("*.json") if not path.name.startswith(".")}
-        for gone in self._containers.keys() - wanted:
-            self._drop(self._containers.pop(gone))
+        now = time.monotonic()
+        for gone in [name for name in self._containers if name not in wanted]:
+            if self._containers[gone].held_until < now:
+                self._drop(self._containers.pop(gone))
         for name in wanted - self._containers.keys():
             self._refresh(name)
 
@@ -146,6 +156,14 @@ class Registration:
         known.cgroup = cgroup
         if not known.is_paused and (known.listener is None or force):
             self._unlisten(known)
+            self._listen(known)
+
+    def _hold(self, name: str, cgroup: str, until: float) -> None:
+        known = self._containers.get(name)
+        if known is None:
+            known = self._containers[name] = _Container(name, cgroup)
+        known.cgroup, known.held_until = cgroup, until
+        if not known.is_paused and known.listener is None:
             self._listen(known)
 
     def _cgroup_of(self, name: str) -> str | None:
@@ -184,37 +202,39 @@ class Registration:
         if len(container.peers) >= MAX_PEERS or pid <= 0 or not is_in_cgroup(pid, container.cgroup):
             connection.close()
             return
-        peer = _Peer(connection, pid)
+        peer = Peer(connection, pid)
         container.peers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(container, peer))
 
-    def _hear(self, container: _Container, peer: _Peer) -> None:
+    def _hear(self, container: _Container, peer: Peer) -> None:
         try:
-            data = peer.connection.recv(65536)
-            for frame in peer.reader.feed(data):
+            frames = peer.receive()
+            for frame in frames or ():
                 self._answer(peer, frame)
         except (OSError, FrameError):
-            data = b""
-        if not data:
+            frames = None
+        if frames is None:
             self._hang_up(container, peer)
 
-    def _answer(self, peer: _Peer, frame: Frame) -> None:
+    def _answer(self, peer: Peer, frame: Frame) -> None:
         match frame.type:
             case FrameType.HELLO:
-                peer.hello = Hello.from_json(frame.payload)
-                _send(peer, FrameType.WELCOME, frame.sequence, {"protocol": 1})
+                hello = Hello.from_json(frame.payload)
+                peer.phase = hello.phase
+                peer.hello = hello
+                peer.tell(FrameType.WELCOME, frame.sequence, {"protocol": 2 if hello.is_staged else 1})
             case FrameType.PING:
-                _send(peer, FrameType.PONG, frame.sequence, {})
+                peer.tell(FrameType.PONG, frame.sequence, {})
             case FrameType.DETACHED:
                 raise FrameError("the preload has let go")
             case _:
                 pass
 
-    def _hang_up(self, container: _Container, peer: _Peer) -> None:
+    def _hang_up(self, container: _Container, peer: Peer) -> None:
         if peer in container.peers:
             container.peers.discard(peer)
             self._selector.unregister(peer.connection)
-            peer.connection.close()
+            peer.close()
 
     def _detach(self, name: str) -> None:
         container = self._containers.get(name)
@@ -224,7 +244,7 @@ class Registration:
         self._unlisten(container)
         for peer in list(container.peers):
             try:
-                _send(peer, FrameType.DETACH, 0, {})
+                peer.tell(FrameType.DETACH, 0, {})
             except OSError:
                 self._hang_up(container, peer)
 
@@ -233,6 +253,8 @@ class Registration:
         if container is not None and container.is_paused:
             container.is_paused = False
             self._refresh(name)
+            if container.listener is None and container.held_until > time.monotonic():
+                self._listen(container)
 
     def _drop(self, container: _Container) -> None:
         self._unlisten(container)
@@ -288,7 +310,3 @@ def _bind_short(listener: socket.socket, folder: Path) -> None:
         path.chmod(0o666)
     finally:
         os.close(fd)
-
-
-def _send(peer: _Peer, kind: FrameType, sequence: int, payload: dict[str, Any]) -> None:
-    peer.connection.send(Frame(kind, sequence, payload).to_bytes(), socket.MSG_NOSIGNAL)

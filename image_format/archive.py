@@ -1,7 +1,9 @@
 """Verifies a checkpoint inside an engine's archive, in one pass and without unpacking it (spec/archive-layout.md, 4).
 
 Takes tar, tar+gzip and tar+zstd as podman, CRI-O and containerd's CRI plugin write them: the sealed files lie under
-`checkpoint/`. Refuses path tricks, links, devices and repeated members. What lies beside `checkpoint/` is not signed;
+`checkpoint/`. How far the chunks in a pack's slots go is said by the index; engines write it before the packs. It is
+not trusted then and only tells where to cut: the ids are compared with the same index after the signature holds. Where
+it comes late, a second pass may be needed. Refuses path tricks, links, devices and repeated members. What lies beside `checkpoint/` is not signed;
 it is listed, and spec.dump is compared with the signed security settings.
 `vgpu verify`, `vgpu inspect` and `ocistore` call it.
 """
@@ -22,18 +24,19 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Self, cast
 import zstandard
 from blake3 import blake3
 
-from image_format import seal_documents, security_config
+from image_format import chunk_index, seal_documents, security_config
 from image_format.chunk_index import CHUNK_SIZE, MAX_INDEX_BYTES, chunk_count_of
-from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES, check_name
-from image_format.hashing import ID_BYTES, HashedFile, thread_count
+from image_format.file_names import ALLOWED_UNSIGNED, INDEX_NAME, SEAL_NAMES, check_name, is_pack
+from image_format.hashing import ID_BYTES, FileToHash, HashedFile, thread_count
 from image_format.seal_documents import MAX_SIZES
 from image_format.tar_reader import Kind, Member, Readable, TarReader
-from image_format.verifying import Verified, check_content, check_sizes
+from image_format.verifying import Verified, check_files, check_sizes, check_vram
 from vgpu_errors import ImageError, LimitExceeded, NoSuchImage, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from image_format.chunk_index import Index
     from image_format.policy import Policy
     from image_format.record import Record
     from image_format.seal_documents import Claimed
@@ -44,6 +47,8 @@ MAX_SPEC_BYTES = 16 << 20
 MAX_CHUNKS = MAX_INDEX_BYTES // 64
 MAX_ZSTD_WINDOW = 128 << 20
 READ_BYTES = 1 << 20
+# An index is parsed before it is trusted only up to this size: 4 TiB of content, a few hundred MB of memory.
+MAX_EARLY_INDEX_BYTES = 64 << 20
 
 
 class Outside(NamedTuple):
@@ -94,21 +99,25 @@ def read_archive_claims(path: Path | str) -> ArchiveClaims:
 def verify_stream(
     source: RewindableSource, policy: Policy, *, where: str, threads: int | None = None
 ) -> VerifiedArchive:
-    """Verify what a source holds. A second pass is needed only for an index with another chunk size than ours."""
+    """Verify what a source holds.
+
+    A second pass is needed only for an index with another chunk size than ours, or one that comes after packs whose
+    slots hold shorter chunks.
+    """
     started = time.monotonic()
     scan = _Scan.of(source, where, chunk_size=CHUNK_SIZE, threads=threads)
     claims = seal_documents.check(scan.documents, policy, where=where)
     differences = None
     if claims is not None:
         check_sizes(scan.sizes, claims.index, where=where)
-        if claims.index.chunk_size != CHUNK_SIZE:
+        if not scan.is_cut_as(claims.index):
             source.rewind()
-            scan = _Scan.of(source, where, chunk_size=claims.index.chunk_size, threads=threads)
+            scan = _Scan.of(source, where, chunk_size=claims.index.chunk_size, threads=threads, index=claims.index)
             check_sizes(scan.sizes, claims.index, where=where)
-        check_content(scan.hashed, claims.index, where=where)
+        check_files(scan.hashed, claims.index, where=where)
+        check_vram(scan.hashed, claims.index, where=where)
         differences = config_differences(claims.record, scan.spec)
-    bytes_checked = sum(region.length for region in claims.index.regions) if claims else 0
-    verified = Verified.of(claims, bytes_checked=bytes_checked, started=started)
+    verified = Verified.of(claims, started=started)
     return VerifiedArchive(verified, tuple(scan.outside), scan.compression, differences)
 
 
@@ -275,6 +284,8 @@ class _Scan:
     outside: list[Outside] = field(default_factory=list)
     spec: bytes | None = None
     compression: str = "none"
+    slots: Mapping[str, Mapping[int, int]] | None = None
+    _blind: list[FileToHash] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)
     _chunks: int = 0
 
@@ -287,9 +298,10 @@ class _Scan:
         chunk_size: int,
         threads: int | None,
         is_hashing: bool = True,
+        index: Index | None = None,
     ) -> _Scan:
-        """Read the whole archive."""
-        scan = cls(where, chunk_size)
+        """Read the whole archive; an index that is known already tells where to cut packs."""
+        scan = cls(where, chunk_size, slots=index.slots() if index else None)
         stream = _Decompressed(source, where=where, is_seeking=not is_hashing)
         scan.compression = stream.compression
         tar = TarReader(stream, where=where)
@@ -297,6 +309,14 @@ class _Scan:
             for member in tar:
                 scan._take(member, tar, hasher if is_hashing else None)
         return scan
+
+    def is_cut_as(self, index: Index) -> bool:
+        """All pieces were hashed as this index cuts them."""
+        if index.chunk_size != self.chunk_size:
+            return False
+        slots = index.slots()
+        blind = {file.name: dict(file.cuts(self.chunk_size)) for file in self._blind}
+        return all(slots[name].items() <= cuts.items() for name, cuts in blind.items())
 
     def _take(self, member: Member, tar: TarReader, hasher: _Hasher | None) -> None:
         self._refuse_repeat(member)
@@ -324,25 +344,43 @@ class _Scan:
                 limit = MAX_SIZES[name]
                 raise LimitExceeded(where=f"{self.where}: {name}", what="its size", found=member.size, limit=limit)
             self.documents[name] = tar.read(member.size)
+            if name == INDEX_NAME and self.slots is None and hasher is not None:
+                self.slots = _early_slots(self.documents[name], self.chunk_size)
         elif name in ALLOWED_UNSIGNED:
             self.outside.append(Outside(member.name, member.size))
         elif hasher is not None:
             self._hash(name, member.size, tar, hasher)
 
     def _hash(self, name: str, size: int, tar: TarReader, hasher: _Hasher) -> None:
-        count = chunk_count_of(size, self.chunk_size)
-        self._chunks += count
+        slots = self.slots.get(name) if self.slots is not None and is_pack(name) else None
+        target = FileToHash(name, size, slots)
+        if is_pack(name) and slots is None:
+            self._blind.append(target)
+        self._chunks += chunk_count_of(size, self.chunk_size)
         if self._chunks > MAX_CHUNKS:
             raise LimitExceeded(where=self.where, what="the number of chunks", found=self._chunks, limit=MAX_CHUNKS)
         file = HashedFile(name, size, bytearray())
-        for position in range(count):
+        lengths = None if slots is None else dict(slots)
+        for position in range(chunk_count_of(size, self.chunk_size)):
             buffer = hasher.take_buffer()
             view = buffer[: min(self.chunk_size, size - position * self.chunk_size)]
             tar.read_into(view)
             file.ids.extend(bytes(ID_BYTES))  # grows with what was really read, not with what a header claims
-            hasher.submit(buffer, view, file, position)
+            length = len(view) if lengths is None else min(lengths.get(position, 0), len(view))
+            hasher.submit(buffer, view[:length], file, position)
         hasher.wait_for_idle()
         self.hashed.append(file)
+
+
+def _early_slots(data: bytes, chunk_size: int) -> Mapping[str, Mapping[int, int]] | None:
+    """Where an index that nobody has vouched for yet says that slots end, or None where it is of no use."""
+    if len(data) > MAX_EARLY_INDEX_BYTES:
+        return None
+    try:
+        index = chunk_index.from_bytes(data)
+    except ImageError:
+        return None  # it is refused by name after the signature
+    return index.slots() if index.chunk_size == chunk_size else None
 
 
 class _Hasher:

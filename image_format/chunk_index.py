@@ -9,14 +9,17 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from image_format.content_root import content_root
-from image_format.file_names import INDEX_NAME, check_content_name, check_name
+from image_format.file_names import INDEX_NAME, check_content_name, check_name, check_pack_name, object_key
 from vgpu_errors import FormatTooNew, ImageError, LimitExceeded, Truncated, UnknownFeature
 
 MAGIC = b"VGPUIDX1"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 CHUNK_SIZE = 4 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 4 << 10, 64 << 20
 HASH_BLAKE3 = 1
@@ -38,6 +41,7 @@ class RegionKind(IntEnum):
     """What a region's bytes were. Other values belong to later versions."""
 
     FILE = 1
+    VRAM = 2
 
 
 class Codec(IntEnum):
@@ -48,7 +52,10 @@ class Codec(IntEnum):
 
 
 class Region(NamedTuple):
-    """A run of content with one name: a file of the checkpoint."""
+    """A run of content with one name: a file of the checkpoint, or an object in GPU memory.
+
+    Device, address and uuid are those of GPU memory; they are zero for a file.
+    """
 
     name: str
     length: int
@@ -58,6 +65,7 @@ class Region(NamedTuple):
     device: int = 0
     flags: int = 0
     address: int = 0
+    uuid: bytes = bytes(16)
 
 
 class Chunk(NamedTuple):
@@ -72,7 +80,7 @@ class Chunk(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """A file that holds chunks; for a file region, the file itself."""
+    """A file that holds chunks: for a file region the file itself, for VRAM a `vgpu-pack-NNNNN.bin` of slots."""
 
     name: str
     size: int
@@ -82,7 +90,7 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The parsed index. Regions of kind file come in ascending order of their names."""
+    """The parsed index. Files come first, by name; then VRAM, by pid and object id. Packs come in the same order."""
 
     regions: tuple[Region, ...]
     chunks: tuple[Chunk, ...]
@@ -91,13 +99,47 @@ class Index:
     minor: int = MINOR
     content_root: bytes = field(default=bytes(32))
 
+    @property
+    def files(self) -> tuple[Region, ...]:
+        """The regions that are files; the pack of each has the same number."""
+        return tuple(region for region in self.regions if region.kind == RegionKind.FILE)
+
+    @property
+    def vram(self) -> tuple[Region, ...]:
+        """The regions that were GPU memory."""
+        return tuple(region for region in self.regions if region.kind == RegionKind.VRAM)
+
+    @property
+    def vram_packs(self) -> tuple[Pack, ...]:
+        """The packs that hold slots."""
+        return self.packs[len(self.files) :]
+
     def chunks_of(self, region: Region) -> tuple[Chunk, ...]:
         """The chunks of one region in order."""
         return self.chunks[region.first_chunk : region.first_chunk + region.chunk_count]
 
+    def slots(self) -> dict[str, dict[int, int]]:
+        """For each pack of VRAM chunks the slots in use: number of the slot to length of its chunk."""
+        used: dict[str, dict[int, int]] = {pack.name: {} for pack in self.vram_packs}
+        for region in self.vram:
+            for chunk in self.chunks_of(region):
+                if chunk.codec != Codec.ZERO:
+                    used[self.packs[chunk.pack].name][chunk.offset // self.chunk_size] = chunk.length
+        return used
+
     def compute_content_root(self) -> bytes:
-        """BLAKE3 over what the regions hold, wherever it is stored (spec/chunk-index.md, section 6)."""
-        return content_root(self.chunk_size, self.regions, (chunk.id for chunk in self.chunks))
+        """BLAKE3 over what the regions hold, wherever it is stored (spec/chunk-index.md, section 6).
+
+        Where an object was mapped is said in the index, but is no part of what it holds.
+        """
+        regions = [region._replace(address=0) if region.kind == RegionKind.VRAM else region for region in self.regions]
+        return content_root(self.chunk_size, regions, (chunk.id for chunk in self.chunks))
+
+
+@lru_cache(maxsize=4096)
+def zero_id(length: int) -> bytes:
+    """The id of that many zero bytes; a chunk with this id need not be stored."""
+    return blake3(bytes(length)).digest()
 
 
 def chunk_count_of(length: int, chunk_size: int) -> int:
@@ -117,7 +159,7 @@ def to_bytes(index: Index) -> bytes:
     header = _HEADER.pack(
         MAGIC,
         MAJOR,
-        MINOR,
+        1 if index.vram else 0,
         _HEADER.size,
         _REGION.size,
         _CHUNK.size,
@@ -138,7 +180,7 @@ def to_bytes(index: Index) -> bytes:
 def _pack_region(region: Region, names: bytearray) -> bytes:
     offset, length = _add_name(region.name, names)
     numbers = (region.kind, region.device, region.flags, region.address, region.length)
-    return _REGION.pack(*numbers, region.first_chunk, region.chunk_count, offset, length, b"")
+    return _REGION.pack(*numbers, region.first_chunk, region.chunk_count, offset, length, region.uuid)
 
 
 def _pack_pack(pack: Pack, names: bytearray) -> bytes:
@@ -154,6 +196,9 @@ def _add_name(name: str, names: bytearray) -> tuple[int, int]:
 
 
 # ---- reading -------------------------------------------------------------------------------------
+
+# By minor version: what a version does not define, its files do not hold.
+_KINDS = (frozenset({1}), frozenset({1, 2}))
 
 
 class _Header(NamedTuple):
@@ -236,8 +281,8 @@ def _check_header(header: _Header, where: str, *, has_reserved: bool) -> None:
     for what, found, least, most in sizes:
         if not least <= found <= most:
             raise LimitExceeded(where=where, what=f"the {what}", found=found, limit=f"{least} to {most}")
-        if header.minor == MINOR and what != "chunk size" and found != least:
-            raise ImageError(where=where, what=f"the {what} is {found}, version {MAJOR}.{MINOR} has {least}")
+        if header.minor <= MINOR and what != "chunk size" and found != least:
+            raise ImageError(where=where, what=f"the {what} is {found}, version {MAJOR}.{header.minor} has {least}")
     if header.chunk_size & (header.chunk_size - 1):
         raise ImageError(where=where, what=f"the chunk size {header.chunk_size} is no power of two")
     if has_reserved and header.minor <= MINOR:
@@ -278,14 +323,19 @@ def _read_regions(table: memoryview, header: _Header, names: bytes, where: str, 
     regions = []
     for n in range(header.region_count):
         fields = _REGION.unpack_from(table, n * header.region_size)
-        kind, device, flags, address, length, first_chunk, chunk_count, offset, size, reserved = fields
+        kind, device, flags, address, length, first_chunk, chunk_count, offset, size, uuid = fields
         at = f"{where}: region {n}"
-        if kind != RegionKind.FILE:
+        if kind not in _KINDS[min(header.minor, MINOR)]:
             raise UnknownFeature(where=at, feature=f"region kind {kind}")
-        if is_known and (device or flags or address or any(reserved)):
-            raise ImageError(where=at, what="a field that a file region does not have is not zero")
-        name = check_content_name(_name(names, offset, size, at), where=at)
-        regions.append(Region(name, length, first_chunk, chunk_count, kind, device, flags, address))
+        is_file = kind == RegionKind.FILE
+        if is_known and (flags or (is_file and (device or address or any(uuid)))):
+            raise ImageError(where=at, what="a field that such a region does not have is not zero")
+        name = _name(names, offset, size, at)
+        if is_file:
+            check_content_name(name, where=at)
+        else:
+            object_key(name, where=at)
+        regions.append(Region(name, length, first_chunk, chunk_count, kind, device, flags, address, uuid))
     return regions
 
 
@@ -317,23 +367,45 @@ def _name(names: bytes, offset: int, size: int, at: str) -> str:
     return names[offset : offset + size].decode("ascii", errors="backslashreplace")
 
 
+# ---- rules over the tables -----------------------------------------------------------------------
+
+
 def _check_regions(index: Index, where: str) -> None:
-    next_chunk, previous = 0, ""
-    if len(index.packs) != len(index.regions):
-        raise ImageError(where=where, what=f"{len(index.packs)} packs for {len(index.regions)} file regions")
+    next_chunk = 0
     for n, region in enumerate(index.regions):
         at = f"{where}: region {n}"
-        if region.name <= previous:
+        if n and not _is_after(region, index.regions[n - 1], at):
             raise ImageError(where=at, what=f"the name {region.name} is a repeat or out of order")
         if region.first_chunk != next_chunk:
             raise ImageError(where=at, what=f"its chunks begin at {region.first_chunk}, not at {next_chunk}")
         if region.chunk_count != chunk_count_of(region.length, index.chunk_size):
             raise ImageError(where=at, what=f"{region.chunk_count} chunks cannot hold {region.length} bytes")
-        if index.packs[n].name != region.name or index.packs[n].size != region.length:
-            raise ImageError(where=at, what=f"pack {n} is not the file itself")
-        next_chunk, previous = next_chunk + region.chunk_count, region.name
+        next_chunk += region.chunk_count
     if next_chunk != len(index.chunks):
         raise ImageError(where=where, what=f"{len(index.chunks)} chunks, of which the regions use {next_chunk}")
+    _check_packs(index, where)
+
+
+def _is_after(region: Region, previous: Region, at: str) -> bool:
+    if region.kind != previous.kind:
+        return region.kind > previous.kind
+    if region.kind == RegionKind.FILE:
+        return region.name > previous.name
+    return object_key(region.name, where=at) > object_key(previous.name, where=at)
+
+
+def _check_packs(index: Index, where: str) -> None:
+    files = index.files
+    if len(index.packs) < len(files) or (len(index.packs) > len(files) and not index.vram):
+        raise ImageError(where=where, what=f"{len(index.packs)} packs for {len(files)} file regions")
+    for n, (region, pack) in enumerate(zip(files, index.packs, strict=False)):
+        if (pack.name, pack.size) != (region.name, region.length):
+            raise ImageError(where=f"{where}: region {n}", what=f"pack {n} is not the file itself")
+    previous = ""
+    for n, pack in enumerate(index.vram_packs, len(files)):
+        if check_pack_name(pack.name, where=f"{where}: pack {n}") <= previous:
+            raise ImageError(where=f"{where}: pack {n}", what=f"the name {pack.name} is a repeat or out of order")
+        previous = pack.name
 
 
 _CODECS = frozenset(int(codec) for codec in Codec)
@@ -344,14 +416,59 @@ def _at(where: str, region: Region, position: int) -> str:
 
 
 def _check_chunks(index: Index, where: str) -> None:
+    slots = _Slots(index)
     for n, region in enumerate(index.regions):
+        is_file = region.kind == RegionKind.FILE
         for position, chunk in enumerate(index.chunks_of(region)):
             start = position * index.chunk_size
             length = min(index.chunk_size, region.length - start)
-            stored = (start, length) if chunk.codec else (0, 0)
             if chunk.codec not in _CODECS:
                 raise UnknownFeature(where=_at(where, region, position), feature=f"chunk codec {chunk.codec}")
-            if (chunk.pack, chunk.length, (chunk.offset, chunk.stored_length)) != (n, length, stored):
+            stored = (start, length) if chunk.codec else (0, 0)
+            if chunk.length != length or (is_file and (chunk.pack, (chunk.offset, chunk.stored_length)) != (n, stored)):
                 raise ImageError(
                     where=_at(where, region, position), what=f"is not the {length} bytes at {start} of {region.name}"
                 )
+            fault = None if is_file else slots.fault(chunk)
+            if fault:
+                raise ImageError(where=_at(where, region, position), what=fault)
+    for n, pack in slots.unused():
+        raise ImageError(where=f"{where}: pack {n}", what=f"no chunk lies in {pack.name}")
+
+
+class _Slots:
+    """Which slots of the packs hold VRAM chunks: one slot, one content."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._first = len(index.files)
+        self._taken: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+    def fault(self, chunk: Chunk) -> str | None:
+        """What is wrong with the place of a VRAM chunk, or None; takes note of the place."""
+        return self._zero_fault(chunk) if chunk.codec == Codec.ZERO else self._stored_fault(chunk)
+
+    def unused(self) -> list[tuple[int, Pack]]:
+        """Packs that hold nothing."""
+        used = {pack for pack, _ in self._taken}
+        packs = enumerate(self._index.packs[self._first :], self._first)
+        return [(n, pack) for n, pack in packs if n not in used]
+
+    @staticmethod
+    def _zero_fault(chunk: Chunk) -> str | None:
+        if chunk.pack or chunk.offset or chunk.stored_length:
+            return "a zero chunk has no place"
+        return None if chunk.id == zero_id(chunk.length) else "its id is not that of zeros"
+
+    def _stored_fault(self, chunk: Chunk) -> str | None:
+        if not self._first <= chunk.pack < len(self._index.packs):
+            return f"there is no pack {chunk.pack}"
+        pack = self._index.packs[chunk.pack]
+        if chunk.stored_length != chunk.length or chunk.offset % self._index.chunk_size:
+            return f"is not at the beginning of a slot of {pack.name}"
+        if chunk.offset + chunk.length > pack.size:
+            return f"lies beyond the end of {pack.name}"
+        content = (chunk.id, chunk.length)
+        if self._taken.setdefault((chunk.pack, chunk.offset), content) != content:
+            return f"lies over another chunk at {chunk.offset} of {pack.name}"
+        return None

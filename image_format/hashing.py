@@ -1,6 +1,8 @@
 """Chunk ids of files: BLAKE3-256 of every 4 MiB, in threads, through reused buffers (spec/chunk-index.md, section 4).
 
-Opens only plain regular files with one link, relative to a directory it is given, and never follows a link.
+Of a pack only the slots in use are hashed, each as far as its chunk goes.
+Opens only plain regular files, with one link unless they are packs, relative to a directory it is given, and never
+follows a link.
 Memory is bounded: one chunk buffer per thread, whatever the files' sizes. Sealing and verifying call it.
 """
 
@@ -10,16 +12,16 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from image_format.chunk_index import CHUNK_SIZE, chunk_count_of
+from image_format.file_names import is_pack
 from vgpu_errors import ContentMismatch, ImageError, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 ID_BYTES = 32
 # A task long enough that opening the file does not show, short enough that threads end together.
@@ -28,10 +30,25 @@ MAX_THREADS = 16
 
 
 class FileToHash(NamedTuple):
-    """A file by its name in the directory, and the size it must have."""
+    """A file by its name in the directory, and the size it must have; for a pack, the slots in use and their lengths."""
 
     name: str
     size: int
+    slots: Mapping[int, int] | None = None
+
+    def cuts(self, chunk_size: int) -> list[Cut]:
+        """The pieces to hash."""
+        if self.slots is not None:
+            return [Cut(position, length) for position, length in sorted(self.slots.items())]
+        count = chunk_count_of(self.size, chunk_size)
+        return [Cut(n, min(chunk_size, self.size - n * chunk_size)) for n in range(count)]
+
+
+class Cut(NamedTuple):
+    """A piece of a file that has an id: it begins at that many chunk sizes."""
+
+    position: int
+    length: int
 
 
 class HashedFile(NamedTuple):
@@ -51,12 +68,6 @@ def thread_count(wanted: int | None = None) -> int:
     return max(1, min(wanted or len(os.sched_getaffinity(0)), MAX_THREADS))
 
 
-@lru_cache(maxsize=4096)
-def zero_id(length: int) -> bytes:
-    """The id of that many zero bytes; a chunk with this id need not be stored."""
-    return blake3(bytes(length)).digest()
-
-
 def open_plain(directory_fd: int, name: str, *, where: str) -> tuple[int, int]:
     """Open a regular file without following anything; returns its descriptor and size."""
     try:
@@ -66,23 +77,33 @@ def open_plain(directory_fd: int, name: str, *, where: str) -> tuple[int, int]:
     except OSError as error:
         raise UnexpectedEntry(where=where, entry=name, what=f"cannot be opened ({error.strerror})") from error
     status = os.fstat(descriptor)
-    fault = entry_fault(status)
+    fault = entry_fault(name, status)
     if fault:
         os.close(descriptor)
         raise UnexpectedEntry(where=where, entry=name, what=fault)
     return descriptor, status.st_size
 
 
-def entry_fault(status: os.stat_result) -> str | None:
-    """Why an entry may not be part of a checkpoint, or None."""
+def entry_fault(name: str, status: os.stat_result) -> str | None:
+    """Why an entry may not be part of a checkpoint, or None. Packs may be shared with other checkpoints by hard links."""
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
     if stat.S_ISDIR(status.st_mode):
         return "is a directory"
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    if status.st_nlink != 1:
+    if status.st_nlink != 1 and not is_pack(name):
         return "has several hard links"
+    return None
+
+
+def twin(entries: Mapping[str, os.stat_result]) -> str | None:
+    """A name whose file has another name in the same directory, or None: an archive would carry a link."""
+    seen: set[tuple[int, int]] = set()
+    for name, status in sorted(entries.items()):
+        if status.st_nlink > 1 and (status.st_dev, status.st_ino) in seen:
+            return name
+        seen.add((status.st_dev, status.st_ino))
     return None
 
 
@@ -97,10 +118,10 @@ def hash_files(
 ) -> list[HashedFile]:
     """Hash the files side by side; the first fault ends it."""
     hashed = [HashedFile(f.name, f.size, bytearray(ID_BYTES * chunk_count_of(f.size, chunk_size))) for f in files]
-    meter = _Meter(sum(f.size for f in files), on_progress)
-    spans = _spans(hashed, chunk_size)
+    spans = _spans(files, hashed, chunk_size)
+    meter = _Meter(sum(cut.length for span in spans for cut in span.cuts), on_progress)
     worker = _SpanHasher(directory_fd, where, chunk_size, meter)
-    if sum(f.size for f in files) <= chunk_size:  # threads cost more than they bring
+    if meter.total <= chunk_size:  # threads cost more than they bring
         for span in spans:
             worker.run(span)
         return hashed
@@ -117,16 +138,15 @@ def hash_files(
 
 class _Span(NamedTuple):
     file: HashedFile
-    first_chunk: int
-    end_chunk: int
+    cuts: list[Cut]
 
 
-def _spans(files: Iterable[HashedFile], chunk_size: int) -> list[_Span]:
+def _spans(files: Iterable[FileToHash], hashed: Iterable[HashedFile], chunk_size: int) -> list[_Span]:
     spans: list[_Span] = []
-    for file in files:
-        count = chunk_count_of(file.size, chunk_size)
-        firsts = range(0, max(count, 1), SPAN_CHUNKS)  # an empty file is still opened and looked at
-        spans += (_Span(file, first, min(first + SPAN_CHUNKS, count)) for first in firsts)
+    for file, target in zip(files, hashed, strict=True):
+        cuts = file.cuts(chunk_size)
+        firsts = range(0, max(len(cuts), 1), SPAN_CHUNKS)  # an empty file is still opened and looked at
+        spans += (_Span(target, cuts[first : first + SPAN_CHUNKS]) for first in firsts)
     return spans
 
 
@@ -149,19 +169,19 @@ class _SpanHasher:
         try:
             if size != file.size:
                 raise ContentMismatch(where=f"{self._where}: {file.name}", what=f"{size} bytes, not {file.size}")
-            start = span.first_chunk * self._chunk_size
-            os.posix_fadvise(descriptor, start, SPAN_CHUNKS * self._chunk_size, os.POSIX_FADV_WILLNEED)
-            for position in range(span.first_chunk, span.end_chunk):
+            for cut in span.cuts:
+                os.posix_fadvise(descriptor, cut.position * self._chunk_size, cut.length, os.POSIX_FADV_WILLNEED)
+            for cut in span.cuts:
                 if self.is_stopped:
                     return
-                self._hash_chunk(descriptor, file, position)
+                self._hash_chunk(descriptor, file, cut)
         finally:
             os.close(descriptor)
 
-    def _hash_chunk(self, descriptor: int, file: HashedFile, position: int) -> None:
-        start = position * self._chunk_size
-        view = self._buffer()[: min(self._chunk_size, file.size - start)]
-        read_exactly(descriptor, view, start, where=f"{self._where}: {file.name}")
+    def _hash_chunk(self, descriptor: int, file: HashedFile, cut: Cut) -> None:
+        position = cut.position
+        view = self._buffer()[: cut.length]
+        read_exactly(descriptor, view, position * self._chunk_size, where=f"{self._where}: {file.name}")
         file.ids[position * ID_BYTES : (position + 1) * ID_BYTES] = blake3(view).digest()
         self._meter.add(len(view))
 
@@ -189,7 +209,7 @@ class _Meter:
     """Counts bytes over all threads and tells whoever watches."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._total = total
+        self.total = total
         self._on_progress = on_progress
         self._done = 0
         self._lock = threading.Lock()
@@ -199,4 +219,4 @@ class _Meter:
             return
         with self._lock:
             self._done += count
-            self._on_progress(self._done, self._total)
+            self._on_progress(self._done, self.total)

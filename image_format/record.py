@@ -1,7 +1,7 @@
 """The checkpoint record `vgpu-record.json` (spec/record.md): what was frozen, where, and what a restore needs.
 
 Parses at the edge into frozen dataclasses, names the path of a fault, keeps unknown fields and writes them back.
-Refuses an unknown major version and an unknown required feature. The shim makes it; restore gates and `vgpu inspect` read it.
+Refuses an unknown major version, an unknown required feature, and GPU objects without theirs. The shim makes it; restore gates and `vgpu inspect` read it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from image_format import canonical_json
 from image_format.fields import Fields
 from image_format.file_names import RECORD_NAME
+from image_format.gpu_objects import STAGED, ObjectEntry, read_objects
 from vgpu_errors import FormatTooNew, ImageError, UnknownFeature
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_RECORD_BYTES = 8 << 20
 KNOWN_MAJOR = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES = frozenset({STAGED})
 LEVELS = ("must", "should")
 
 _VERSION = re.compile(r"([1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
@@ -83,13 +84,14 @@ class LowLevelRuntime:
 
 @dataclass(frozen=True)
 class ProcessEntry:
-    """A GPU process; the pid is the one that its own pid namespace shows."""
+    """A GPU process; the pid is the one that its own pid namespace shows. `objects` are those of staged mode."""
 
     ns_pid: int
     comm: str
     mode: str
     devices: tuple[str, ...] = ()
     gpu_bytes: int | None = None
+    objects: tuple[ObjectEntry, ...] = ()
     unknown: _Extra = field(default_factory=dict)
 
     @classmethod
@@ -101,13 +103,20 @@ class ProcessEntry:
             mode=fields.text("mode"),
             devices=fields.texts("devices"),
             gpu_bytes=fields.integer_or_none("gpuBytes"),
+            objects=read_objects(fields),
             unknown=fields.unknown(),
         )
 
     def to_json(self) -> _Extra:
         """The form that is written."""
         doc = {"nsPid": self.ns_pid, "comm": self.comm, "mode": self.mode, "devices": list(self.devices)}
-        return self.unknown | doc | _present(gpuBytes=self.gpu_bytes)
+        objects = [entry.to_json() for entry in self.objects] or None
+        return self.unknown | doc | _present(gpuBytes=self.gpu_bytes, objects=objects)
+
+    @property
+    def is_staged(self) -> bool:
+        """Its memory lies in packs, and a gate keeps it still until that is back."""
+        return self.mode == STAGED or bool(self.objects)
 
 
 @dataclass(frozen=True)
@@ -249,6 +258,9 @@ class Record:
         fields = Fields(doc, where)
         version = check_version(fields)
         required, optional = _read_features(fields, where)
+        processes = tuple(map(ProcessEntry.from_json, fields.objects("processes")))
+        if STAGED not in required and any(process.is_staged for process in processes):
+            raise ImageError(where=fields.path("features.required"), what=f"lacks {STAGED}, which a process needs")
         return cls(
             format_version=version,
             required_features=required,
@@ -260,7 +272,7 @@ class Record:
             low_level_runtime=LowLevelRuntime.from_json(fields.object("lowLevelRuntime")),
             registered_runtime=fields.text("registeredRuntime"),
             mode=fields.text("mode"),
-            processes=tuple(map(ProcessEntry.from_json, fields.objects("processes"))),
+            processes=processes,
             devices=tuple(map(DeviceEntry.from_json, fields.objects("devices"))),
             requirements=tuple(map(Requirement.from_json, fields.objects("requirements"))),
             security=fields.object("security").unknown(),
@@ -296,14 +308,20 @@ class Record:
         return canonical_json.write(self.to_json(), where=RECORD_NAME)
 
     def stamped(self) -> Record:
-        """The same content with the lowest version that can carry it."""
-        return replace(self, format_version=lowest_version(self))
+        """The same content with the lowest version that can carry it, and the features that this needs."""
+        kept = tuple(feature for feature in self.required_features if feature != STAGED)
+        required = (*kept, STAGED) if self.is_staged else kept
+        return replace(self, format_version=lowest_version(self), required_features=required)
+
+    @property
+    def is_staged(self) -> bool:
+        """Some process needs the staged restore."""
+        return any(process.is_staged for process in self.processes)
 
 
 def lowest_version(record: Record) -> str:
     """The lowest format version whose readers understand all of this record; later versions add a row each."""
-    needs: list[tuple[str, bool]] = [("1.0", True)]
-    del record  # 1.0 is the only version so far, and carries every record
+    needs = (("1.1", record.is_staged), ("1.0", True))
     return next(version for version, is_needed in needs if is_needed)
 
 

@@ -5,7 +5,7 @@ The rules, each before the next:
   2. the key it hints at is trusted by the policy, and the signature holds over the envelope's bytes;
   3. the statement in the envelope names the manifest by sha256;
   4. the manifest names record and index by sha256 and size;
-  5. record and index parse, their versions and features are known;
+  5. record and index parse, their versions and features are known, and they speak of the same GPU objects;
   6. the content root is the same in statement, manifest, record and index, and the index computes to it.
 All decisions, no input or output: `verifying` and `archive` bring the bytes.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from image_format import chunk_index
 from image_format.bundle import MAX_BUNDLE_BYTES, Bundle
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SEAL_NAMES, SIGNATURE_NAME
+from image_format.gpu_objects import check_objects
 from image_format.manifest import MAX_MANIFEST_BYTES, Manifest
 from image_format.record import MAX_RECORD_BYTES, Record
 from image_format.statement import PAYLOAD_TYPE, Statement
@@ -103,6 +104,7 @@ def read_claimed(documents: Mapping[str, bytes], *, where: str) -> Claimed:
     """Parse record and index without trust."""
     record = Record.from_bytes(_document(documents, RECORD_NAME, where), where=f"{where}: {RECORD_NAME}")
     index = chunk_index.from_bytes(_document(documents, INDEX_NAME, where), where=f"{where}: {INDEX_NAME}")
+    check_objects(record.processes, index, where=f"{where}: {RECORD_NAME}")
     return Claimed(record, index)
 
 

@@ -6,6 +6,10 @@ Ordered steps, each by temporary name, fsync and rename; the last one is the com
   2. vgpu-record.json   3. vgpu-manifest.json                            -> unsigned
   4. vgpu-signature.json                                                 -> sealed
 An error before the end removes what was written. Refuses links, sub-directories and unsafe names.
+
+With GPU memory (`vram`), the data plane has left packs and a fragment that lists them. Packs are not read here: their
+chunks have ids already. The fragment is removed just before the signature and put back by an error, so that whoever
+needs the packs can find its way in them for as long as there is no seal.
 The runtime shim calls it after the low-level runtime's checkpoint has returned.
 """
 
@@ -22,10 +26,11 @@ from typing import TYPE_CHECKING
 
 from image_format import chunk_index
 from image_format.bundle import Bundle
-from image_format.chunk_index import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, chunk_count_of
+from image_format.chunk_index import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, chunk_count_of, zero_id
 from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.file_names import (
     ALLOWED_UNSIGNED,
+    FRAGMENT_NAME,
     INDEX_NAME,
     MANIFEST_NAME,
     PARTIAL_PREFIX,
@@ -34,14 +39,16 @@ from image_format.file_names import (
     check_content_name,
     is_ours,
 )
-from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, zero_id
+from image_format.gpu_objects import check_objects
+from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, twin
 from image_format.manifest import INDEX_TYPE, RECORD_TYPE, Descriptor, Manifest
 from image_format.record import RegionSummary
 from image_format.statement import PAYLOAD_TYPE, Statement
-from vgpu_errors import ImageError, NoSuchImage, NotEnoughSpace, UnexpectedEntry
+from image_format.vram import VramFragment, merge, read_fragment, write_fragment
+from vgpu_errors import ImageError, NoSuchImage, NotEnoughSpace, Truncated, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from image_format.keys import SigningKey
     from image_format.record import Record
@@ -74,22 +81,35 @@ def seal(
     *,
     threads: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    vram: Path | None = None,
 ) -> Sealed:
-    """Hash, describe and sign the directory. `on_progress(bytes done, bytes in all)` comes from the hashing threads."""
+    """Hash, describe and sign the directory. `on_progress(bytes done, bytes in all)` comes from the hashing threads.
+
+    `vram` is the fragment that describes the packs; packs that it does not name are removed.
+    """
     started, image_path = time.monotonic(), Path(image_path)
     with _open_directory(image_path) as directory_fd:
-        _remove_own_files(directory_fd, image_path)
+        _remove_signature(directory_fd, image_path)
+        fragment = read_fragment(vram) if vram is not None else None
+        kept = {FRAGMENT_NAME, *(pack.name for pack in fragment.packs)} if fragment is not None else set()
+        _remove_own_files(directory_fd, image_path, kept)
         try:
-            files = _files_to_seal(directory_fd, str(image_path))
+            files = _files_to_seal(directory_fd, str(image_path), kept)
             hashed = hash_files(directory_fd, files, where=str(image_path), threads=threads, on_progress=on_progress)
             index = build_index(hashed)
+            if fragment is not None:
+                index = merge(index, fragment, _pack_sizes(directory_fd, fragment, str(image_path)))
             documents = make_documents(index, record, key)
             writer = _Writer(directory_fd, image_path)
             for name, data in documents.items():
+                if name == SIGNATURE_NAME and fragment is not None:
+                    _remove_fragment(directory_fd, image_path)
                 writer.write(name, data)
         except BaseException:
             with contextlib.suppress(ImageError):  # the first error is the one to report
-                _remove_own_files(directory_fd, image_path)
+                _remove_own_files(directory_fd, image_path, kept)
+                if fragment is not None:
+                    write_fragment(image_path / FRAGMENT_NAME, fragment)
             raise
     return Sealed(
         content_root=index.compute_content_root().hex(),
@@ -122,9 +142,9 @@ def _chunk(file: HashedFile, pack: int, position: int, chunk_size: int) -> Chunk
 
 def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, bytes]:
     """The four documents in the order in which they are written."""
+    check_objects(record.processes, index, where=RECORD_NAME)
     root = index.compute_content_root().hex()
-    summary = RegionSummary("file", len(index.regions), sum(region.length for region in index.regions))
-    record = replace(record, content_root=root, regions_summary=(summary,) if index.regions else ()).stamped()
+    record = replace(record, content_root=root, regions_summary=_summary(index)).stamped()
     index_bytes, record_bytes = chunk_index.to_bytes(index), record.to_bytes()
     manifest = Manifest(
         record=Descriptor.of(record_bytes, RECORD_TYPE),
@@ -141,6 +161,15 @@ def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, b
         MANIFEST_NAME: manifest_bytes,
         SIGNATURE_NAME: sign(statement.to_bytes(), key),
     }
+
+
+def _summary(index: Index) -> tuple[RegionSummary, ...]:
+    kinds = (("file", index.files), ("vram", index.vram))
+    return tuple(
+        RegionSummary(kind, len(regions), sum(region.length for region in regions))
+        for kind, regions in kinds
+        if regions
+    )
 
 
 def sign(payload: bytes, key: SigningKey) -> bytes:
@@ -182,30 +211,59 @@ def _explained(error: OSError, path: Path, needed_bytes: int) -> Exception:
     return ImageError(where=path, what=f"cannot be written ({error.strerror})")
 
 
-def _files_to_seal(directory_fd: int, where: str) -> list[FileToHash]:
+def _files_to_seal(directory_fd: int, where: str, kept: Container[str]) -> list[FileToHash]:
     files = []
-    with os.scandir(directory_fd) as entries:
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            fault = entry_fault(status)
-            if fault:
-                raise UnexpectedEntry(where=where, entry=ascii(entry.name)[1:-1], what=fault)
-            if entry.name not in ALLOWED_UNSIGNED:
-                check_content_name(entry.name, where=where)
-                files.append(FileToHash(entry.name, status.st_size))
+    with os.scandir(directory_fd) as listing:
+        entries = {entry.name: entry.stat(follow_symlinks=False) for entry in listing}
+    for name, status in entries.items():
+        fault = entry_fault(name, status)
+        if fault:
+            raise UnexpectedEntry(where=where, entry=ascii(name)[1:-1], what=fault)
+        if name not in ALLOWED_UNSIGNED and name not in kept:
+            check_content_name(name, where=where)
+            files.append(FileToHash(name, status.st_size))
+    repeated = twin(entries)
+    if repeated:
+        raise UnexpectedEntry(where=where, entry=repeated, what="is the same file as another entry")
     if not files:
         raise NoSuchImage(path=where, what="there is no file to seal")
     return sorted(files)
 
 
-def _remove_own_files(directory_fd: int, path: Path) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(SIGNATURE_NAME, dir_fd=directory_fd)
-            os.fsync(directory_fd)
+def _pack_sizes(directory_fd: int, fragment: VramFragment, where: str) -> list[int]:
+    sizes = []
+    for pack in fragment.packs:
+        descriptor, size = open_plain(directory_fd, pack.name, where=where)
+        os.close(descriptor)
+        if size < pack.size:
+            raise Truncated(where=f"{where}: {pack.name}", found=size, needed=pack.size)
+        sizes.append(size)
+    return sizes
+
+
+def _remove_signature(directory_fd: int, path: Path) -> None:
+    with _explained_removal(path), contextlib.suppress(FileNotFoundError):
+        os.unlink(SIGNATURE_NAME, dir_fd=directory_fd)
+        os.fsync(directory_fd)
+
+
+def _remove_own_files(directory_fd: int, path: Path, kept: Container[str] = ()) -> None:
+    _remove_signature(directory_fd, path)
+    with _explained_removal(path):
         for name in os.listdir(directory_fd):
-            if is_ours(name):
+            if is_ours(name) and name not in kept:
                 os.unlink(name, dir_fd=directory_fd)
+
+
+def _remove_fragment(directory_fd: int, path: Path) -> None:
+    with _explained_removal(path), contextlib.suppress(FileNotFoundError):
+        os.unlink(FRAGMENT_NAME, dir_fd=directory_fd)
+
+
+@contextlib.contextmanager
+def _explained_removal(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ImageError(where=path, what=f"an old seal cannot be removed ({error.strerror})") from error
 

@@ -1,6 +1,7 @@
 """Verifies a checkpoint directory before anything in it is used (spec/signature.md, section 5).
 
 First the seal (`seal_documents`), then that the directory holds exactly the sealed files, then every chunk of them.
+A restore leaves the VRAM chunks to the GPU (`defer_vram`): it hashes them where the application will use them.
 Changes nothing, follows no link, and reads each file through a descriptor that it has checked.
 The restore gate, `vgpu verify` and `ocistore` call it.
 """
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from image_format import seal_documents
+from image_format.chunk_index import Codec
 from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
-from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, read_exactly
+from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, read_exactly, twin
 from image_format.seal_documents import MAX_SIZES, Claimed, Claims
 from vgpu_errors import ContentMismatch, LimitExceeded, NoSuchImage, Truncated, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from image_format.chunk_index import Index
     from image_format.policy import Policy
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 class Verified:
     """A checkpoint that is whole. Without a key it was unsigned and the policy allows that.
 
+    `bytes_deferred` are bytes of VRAM whose chunks nobody has looked at yet; what uses them must compare them first.
     `record` and `index` are None only where an unsigned checkpoint carries no documents of ours at all.
     """
 
@@ -41,15 +44,25 @@ class Verified:
     manifest_digest: str | None
     bytes_checked: int
     seconds: float
+    bytes_deferred: int = 0
 
     @classmethod
-    def of(cls, claims: Claims | None, *, bytes_checked: int, started: float) -> Verified:
+    def of(cls, claims: Claims | None, *, started: float, bytes_deferred: int = 0) -> Verified:
         """The result for claims that the content has borne out."""
         seconds = time.monotonic() - started
         if claims is None:
-            return cls(None, None, None, None, None, bytes_checked, seconds)
+            return cls(None, None, None, None, None, 0, seconds)
         key_id, key_name = (claims.key.key.key_id, claims.key.name) if claims.key else (None, None)
-        return cls(claims.record, claims.index, key_id, key_name, claims.manifest_digest, bytes_checked, seconds)
+        return cls(
+            record=claims.record,
+            index=claims.index,
+            key_id=key_id,
+            key_name=key_name,
+            manifest_digest=claims.manifest_digest,
+            bytes_checked=sum(region.length for region in claims.index.regions) - bytes_deferred,
+            seconds=seconds,
+            bytes_deferred=bytes_deferred,
+        )
 
 
 def verify_directory(
@@ -58,15 +71,19 @@ def verify_directory(
     *,
     threads: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    defer_vram: bool = False,
 ) -> Verified:
-    """Check signature, documents, the list of files and every byte, in this order."""
+    """Check signature, documents, the list of files and every chunk, in this order.
+
+    With `defer_vram` packs are held against their sizes only, and their chunks are left to the GPU.
+    """
     started, where = time.monotonic(), str(path)
     with Directory(path) as directory:
         claims = seal_documents.check(directory.documents(), policy, where=where)
         if claims is None:
-            return Verified.of(None, bytes_checked=0, started=started)
+            return Verified.of(None, started=started)
         check_sizes({name: status.st_size for name, status in directory.entries().items()}, claims.index, where=where)
-        files = [FileToHash(region.name, region.length) for region in claims.index.regions]
+        files = files_to_hash(claims.index, with_packs=not defer_vram)
         hashed = hash_files(
             directory.fd,
             files,
@@ -75,8 +92,11 @@ def verify_directory(
             chunk_size=claims.index.chunk_size,
             on_progress=on_progress,
         )
-        check_content(hashed, claims.index, where=where)
-    return Verified.of(claims, bytes_checked=sum(file.size for file in files), started=started)
+        check_files(hashed, claims.index, where=where)
+        if not defer_vram:
+            check_vram(hashed, claims.index, where=where)
+    deferred = sum(region.length for region in claims.index.vram) if defer_vram else 0
+    return Verified.of(claims, started=started, bytes_deferred=deferred)
 
 
 def read_claims(path: Path | str) -> tuple[Record, Index]:
@@ -96,7 +116,7 @@ def read_claimed_directory(path: Path | str) -> Claimed:
 
 def check_sizes(sizes: Mapping[str, int], index: Index, *, where: str) -> None:
     """The files there are exactly the sealed ones and those that may come later, with the sealed sizes."""
-    wanted = {region.name: region.length for region in index.regions}
+    wanted = {pack.name: pack.size for pack in index.packs}
     for name in sorted(set(wanted) - set(sizes)):
         raise UnexpectedEntry(where=where, entry=name, what="is missing")
     for name in sorted(set(sizes) - set(wanted) - set(SEAL_NAMES) - ALLOWED_UNSIGNED):
@@ -108,16 +128,39 @@ def check_sizes(sizes: Mapping[str, int], index: Index, *, where: str) -> None:
             raise ContentMismatch(where=f"{where}: {name}", what=f"{sizes[name]} bytes, not {size}")
 
 
-def check_content(hashed: list[HashedFile], index: Index, *, where: str) -> None:
-    """Every chunk id is the sealed one."""
+def files_to_hash(index: Index, *, with_packs: bool) -> list[FileToHash]:
+    """What must be read to compare every chunk."""
+    files = [FileToHash(region.name, region.length) for region in index.files]
+    if with_packs:
+        slots = index.slots()
+        files += [FileToHash(pack.name, pack.size, slots[pack.name]) for pack in index.vram_packs]
+    return files
+
+
+def check_files(hashed: Sequence[HashedFile], index: Index, *, where: str) -> None:
+    """Every chunk of the files has the sealed id."""
     by_name = {file.name: file for file in hashed}
-    for region in index.regions:
+    for region in index.files:
         file = by_name[region.name]
         for position, chunk in enumerate(index.chunks_of(region)):
             if file.id_at(position) != chunk.id:
                 start = position * index.chunk_size
                 what = f"bytes {start} to {start + chunk.length}"
                 raise ContentMismatch(where=f"{where}: {region.name}", what=what)
+
+
+def check_vram(hashed: Sequence[HashedFile], index: Index, *, where: str) -> None:
+    """Every VRAM chunk that lies in a pack has the sealed id; those that lie in none were compared by the index itself."""
+    by_name = {file.name: file for file in hashed}
+    for region in index.vram:
+        for position, chunk in enumerate(index.chunks_of(region)):
+            if chunk.codec == Codec.ZERO:
+                continue
+            pack = index.packs[chunk.pack]
+            if by_name[pack.name].id_at(chunk.offset // index.chunk_size) != chunk.id:
+                end = chunk.offset + chunk.length
+                what = f"bytes {chunk.offset} to {end}, chunk {position} of GPU object {region.name}"
+                raise ContentMismatch(where=f"{where}: {pack.name}", what=what)
 
 
 class Directory:
@@ -142,9 +185,12 @@ class Directory:
         """All entries by name; refuses whatever is not a plain file."""
         found = self._list()
         for name, status in sorted(found.items()):
-            fault = entry_fault(status)
+            fault = entry_fault(name, status)
             if fault:
                 raise UnexpectedEntry(where=self.path, entry=ascii(name)[1:-1], what=fault)
+        repeated = twin(found)
+        if repeated:
+            raise UnexpectedEntry(where=self.path, entry=repeated, what="is the same file as another entry")
         return found
 
     def documents(self) -> dict[str, bytes]:

@@ -125,14 +125,15 @@ class _Restore:
         doc = self.agent.request("facts", deadline_s=AGENT_CALL_S)
         doc["runtime"] = {"name": self.low_level.name, "version": self.low_level.version()}
         devices = self.agent.request("hello", deadline_s=AGENT_CALL_S)["devices"]
-        return NodeFacts.from_json(doc), {str(device["uuid"]): int(device["free_bytes"]) for device in devices}
+        free = {str(d["uuid"]): int(d["free_bytes"]) for d in devices if d["free_bytes"] is not None}
+        return NodeFacts.from_json(doc), free
 
     def restore_processes(self) -> Finished:
         """The low-level runtime's restore; without --detach it stays, so the GPU side comes back beside it."""
         argv = self.call.argv_with(program=self.low_level.path)
         if self.call.has("detach"):
             return run_child(argv, deadline_s=self.deadline.remaining())
-        return run_child(argv, on_tick=lambda: self.thaw_once_running())
+        return run_child(argv, on_tick=self.thaw_once_running)
 
     def thaw_once_running(self) -> bool:
         """For a restore in the foreground: true once the container runs and its GPU side has been dealt with."""

@@ -6,10 +6,7 @@ of such a machine would have had to write to make plain podman, runc and crun ch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 # The only cgroup v2 controller may be hugetlb (v1 hybrid machines): no pids limit, no systemd, no default sysctls,
 # and the host's network, whose namespace is the test host's own.
@@ -48,6 +45,10 @@ insecure = true
 location = "10.0.0.2:5000"
 insecure = true
 """
+
+# On a machine with version 1 hierarchies crun's containers stay in the host's own cgroups there. CRIU dumps every cgroup
+# below these and restores the whole tree into the container's, so that the tree doubles with each restore.
+CRIU_CONF = "manage-cgroups=ignore\n"
 
 FILES = {
     "etc/containers/containers.conf": CONTAINERS_CONF,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SETUP = Path(__file__).with_name("setup.sh")
 READY_DEADLINE_S = 60
 COMMAND_DEADLINE_S = 60
+QUICK_END_S = 3
 NETWORK = ("10.0.0.1", "10.0.0.2")
 REGISTRY_CONFIG = """\
 version: 0.1
@@ -43,7 +44,7 @@ http:
 HOST_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 # Enters the host's cgroups from outside, v2 first; "run/machine-cgroups" holds v1's on hybrid machines (setup.sh).
 JOIN = (
-    'for procs in "$1"/sys/fs/cgroup/init.scope/cgroup.procs "$1"/run/machine-cgroups/*/cgroup.procs; do '
+    'for procs in "$1"/sys/fs/cgroup/init.scope/cgroup.procs "$1"/run/machine-cgroups/*/init.scope/cgroup.procs; do '
     '[ ! -e "$procs" ] || echo 0 >"$procs" || exit 125; done; shift; exec "$@"'
 )
 _numbers = itertools.count(1)
@@ -122,12 +123,16 @@ class TestHost:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._init_pid or self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(timeout=QUICK_END_S)
+        except subprocess.TimeoutExpired:
+            _at_cgroup("thaw", self._cgroup)  # the kernel does not end a process in a frozen v1 cgroup
+            self._process.wait(timeout=30)
         for stream in (self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
         self._process, self._init_pid = None, 0
-        _remove_cgroup(self._cgroup)
+        _at_cgroup("clean", self._cgroup)
 
     # ---- commands and files ----------------------------------------------------------------------
 
@@ -301,8 +306,8 @@ def _only_child(pid: int) -> int:
     return int(children[0])
 
 
-def _remove_cgroup(name: str) -> None:
-    """Remove the dead host's cgroups, through mounts of the hierarchies that only this one command sees."""
+def _at_cgroup(stage: str, name: str) -> None:
+    """Thaw or clean a host's cgroups, through mounts of the hierarchies that only this one command sees."""
     mount_point = cache_folder() / "mount-point"
-    command = ["unshare", "--mount", "sh", str(SETUP), "clean", "-", str(mount_point), name, "-"]
+    command = ["unshare", "--mount", "sh", str(SETUP), stage, "-", str(mount_point), name, "-"]
     subprocess.run(command, timeout=30, check=False, capture_output=True)

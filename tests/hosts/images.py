@@ -61,9 +61,12 @@ LIBRARIES = {
         ),
     ),
     "plain": (),
+    "machine": (),
     "musl": ("lib/ld-musl-x86_64.so.1", "lib/x86_64-linux-musl/libc.so"),
 }
-FOLDERS = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sys", "tmp", "usr", "usr/bin", "usr/lib", "var")
+# The image `machine` has no files: its /usr is to be bind-mounted from a machine whose /bin and /lib lead there.
+MERGED_USR = {name: f"usr/{name}" for name in ("bin", "lib", "lib64", "sbin")}
+FOLDERS = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sys", "tmp", "usr", "usr/bin", "usr/lib", "opt", "var")
 
 
 def load(host: TestHost, libc: str) -> str:
@@ -81,7 +84,7 @@ def load(host: TestHost, libc: str) -> str:
 
 def archive_for(libc: str, root: Path) -> Path:
     """The image as a docker archive under build/images, named by its content."""
-    layer = _layer(_files(libc, root))
+    layer = _layer(_files(libc, root), MERGED_USR if libc == "machine" else {f"bin/{name}": "busybox" for name in APPLETS})
     archive = _docker_archive(layer, f"{REPOSITORY_NAME}:{libc}")
     path = REPOSITORY / "build" / "images" / f"{libc}-{hashlib.sha256(archive).hexdigest()[:16]}.tar"
     if not path.exists():
@@ -96,7 +99,7 @@ def _files(libc: str, root: Path) -> dict[str, bytes]:
     if libc not in LIBRARIES:
         message = f"no test image {libc}; there are {sorted(LIBRARIES)}"
         raise HostUnavailable(message)
-    files = {"bin/busybox": (root / "usr/bin/busybox").read_bytes()}
+    files = {} if libc == "machine" else {"bin/busybox": (root / "usr/bin/busybox").read_bytes()}
     files |= {name: _library(root, name) for name in LIBRARIES[libc] if (root / "usr" / name).exists()}
     files |= (
         {f"usr/bin/{name}": path.read_bytes() for name, path in software_gpu.programs(libc).items()}
@@ -117,15 +120,16 @@ def _library(root: Path, name: str) -> bytes:
     return path.read_bytes()
 
 
-def _layer(files: dict[str, bytes]) -> bytes:
+def _layer(files: dict[str, bytes], links: dict[str, str]) -> bytes:
     out = io.BytesIO()
+    folders = {*FOLDERS, *(str(parent) for file in files for parent in Path(file).parents)} - {".", *links}
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name in sorted({*FOLDERS, *(str(parent) for file in files for parent in Path(file).parents)} - {"."}):
+        for name in sorted(folders):
             _add(tar, name, tarfile.DIRTYPE, mode=0o1777 if name == "tmp" else 0o755)
         for name, data in sorted(files.items()):
             _add(tar, name, tarfile.REGTYPE, data=data, mode=0o644 if name.startswith("etc/") else 0o755)
-        for applet in APPLETS:
-            _add(tar, f"bin/{applet}", tarfile.SYMTYPE, link="busybox", mode=0o777)
+        for name, target in sorted(links.items()):
+            _add(tar, name, tarfile.SYMTYPE, link=target, mode=0o777)
     return out.getvalue()
 
 

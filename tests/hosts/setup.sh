@@ -2,7 +2,7 @@
 # Turns a fresh set of namespaces into a machine: own root, /dev, /proc, /sys, one cgroup2 tree, hostname, loopback.
 # Called by tests/hosts/host.py under `unshare` (mount, pid, uts, ipc, net); the second stage runs once more under
 # `unshare --cgroup`, because a cgroup namespace's root is the cgroup its maker is in at that moment.
-# Stage `clean` removes a dead host's cgroups.
+# Stage `thaw` sets free what is frozen in a host's cgroups, stage `clean` removes a dead host's cgroups.
 # Arguments: STAGE ROOT-IMAGE MOUNT-POINT CGROUP-NAME HOST-NAME [BIND-SOURCE BIND-TARGET]...
 set -eu
 stage=$1 image=$2 here=$3 cgroup=$4 name=$5
@@ -57,6 +57,15 @@ join_own_cgroups() {
             echo 1 >"$parent/$cgroup/cgroup.clone_children"
         fi
         echo 0 >"$parent/$cgroup/cgroup.procs"
+    done <"$here/hierarchies"
+}
+
+# A v1 freezer holds even the killed: what a test left frozen would never end.
+thaw_own_cgroups() {
+    mount_hierarchies
+    while read -r parent; do
+        find "$parent/$cgroup" -name freezer.state -exec sh -c 'for f; do echo THAWED >"$f"; done' sh {} + 2>/dev/null || true
+        [ ! -e "$parent/$cgroup/cgroup.kill" ] || echo 1 >"$parent/$cgroup/cgroup.kill" || true
     done <"$here/hierarchies"
 }
 
@@ -139,7 +148,14 @@ entrances() {
         [ "$number" != 0 ] || continue
         folder=$here/root/run/machine-cgroups/${controllers#name=}
         mkdir -p "$folder"
-        mount -t cgroup -o "$controllers" cgroup "$folder" 2>/dev/null || rmdir "$folder"
+        # A leaf, in v1 too: CRIU takes all of the tree below a process's cgroup along and makes it anew below the
+        # restored container's, so from the host's own cgroup each restore would double the tree.
+        if mount -t cgroup -o "$controllers" cgroup "$folder" 2>/dev/null; then
+            mkdir "$folder/init.scope"
+            echo 0 >"$folder/init.scope/cgroup.procs"
+        else
+            rmdir "$folder"
+        fi
     done </proc/self/cgroup
 }
 
@@ -193,5 +209,6 @@ shift
 case $stage in
 first) first_stage "$@" ;;
 second) second_stage "$@" ;;
+thaw) private_mounts && thaw_own_cgroups ;;
 clean) private_mounts && remove_own_cgroups ;;
 esac

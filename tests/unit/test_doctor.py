@@ -43,7 +43,7 @@ def test_the_driver_must_have_the_checkpoint_calls(release, cuda, status):
 
 
 def test_a_driver_that_does_not_load_is_named_with_its_reason():
-    check = doctor.driver(None, "no such library")
+    check = doctor.driver(replace(FACTS, cuda_version=None), "no such library")
     assert check.status == "fail"
     assert "no such library" in check.what
     assert "driver_dir" in check.remedy
@@ -200,7 +200,20 @@ def test_a_dead_agent_is_the_first_finding(told):
     assert code == 20
     assert doc["checks"][0]["key"] == "agent"
     assert "does not answer" in doc["checks"][0]["what"]
-    assert checks_of(doc)["driver"]["status"] == "fail"
+
+
+@needs_cgroup
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_the_driver_is_judged_without_the_agent_too(stage, told, monkeypatch, has_driver):
+    from gpu_state import driver_location
+
+    for name, value in stage.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    folder = stage.driver if has_driver else stage.folder / "no-driver"
+    monkeypatch.setattr(driver_location, "driver_folder", lambda: str(folder))
+    _, doc = told(doctor_verb)
+    assert checks_of(doc)["driver"]["status"] == ("ok" if has_driver else "fail")
 
 
 @needs_cgroup

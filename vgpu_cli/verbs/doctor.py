@@ -64,14 +64,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _node_checks(args: argparse.Namespace) -> list[Check]:
-    agent, facts, problem = _ask_agent(args)
-    local = facts or gather(driver_release=None, cuda_version=None, devices=())
+    agent, facts = _ask_agent(args)
+    local, problem = (facts, "") if facts else _look_without_agent()
     nodes = sorted(
         str(path) for path in Path("/dev").glob("nvidia*") if path.name[6:7].isdigit() or path.is_char_device()
     )
     checks = [
         agent,
-        doctor.driver(facts, problem),
+        doctor.driver(local, problem),
         doctor.device_nodes(nodes, len(local.devices)),
         doctor.criu(local.criu_version, local.kernel),
         *_criu_checks(local.criu_version),
@@ -86,18 +86,35 @@ def _node_checks(args: argparse.Namespace) -> list[Check]:
     return [check for check in checks if check is not None]
 
 
-def _ask_agent(args: argparse.Namespace) -> tuple[Check, NodeFacts | None, str]:
+def _ask_agent(args: argparse.Namespace) -> tuple[Check, NodeFacts | None]:
     if os.geteuid() != 0:
-        return Check("agent", "fail", "only root can ask it", "Run 'vgpu doctor' as root."), None, "not asked"
+        return Check("agent", "fail", "only root can ask it", "Run 'vgpu doctor' as root."), None
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             hello = agent.request("hello", deadline_s=_AGENT_S)
             facts = NodeFacts.from_json(agent.request("facts", deadline_s=_AGENT_S))
     except VgpuError as error:
-        return Check("agent", "fail", error.message, error.remedy), None, "the agent was not asked"
+        return Check("agent", "fail", error.message, error.remedy), None
     except NodeFactsError as error:
-        return Check("agent", "fail", f"its facts are damaged: {error}", "Restart the agent."), None, str(error)
-    return Check("agent", "ok", f"version {hello.get('version')}, pid {hello.get('pid')}"), facts, ""
+        return Check("agent", "fail", f"its facts are damaged: {error}", "Restart the agent."), None
+    return Check("agent", "ok", f"version {hello.get('version')}, pid {hello.get('pid')}"), facts
+
+
+def _look_without_agent() -> tuple[NodeFacts, str]:
+    """The same looking, with a driver worker of our own; the problem with the driver, if there is one."""
+    from gpu_state.deadline import Deadline  # noqa: PLC0415 - the agent's own parts, needed where it is dead
+    from gpu_state.driver_location import driver_folder  # noqa: PLC0415
+    from gpu_state.remote_driver import RemoteDriver  # noqa: PLC0415
+    from gpu_state.worker_pool import WorkerPool  # noqa: PLC0415
+
+    pool = WorkerPool(driver_folder())
+    try:
+        node = RemoteDriver(pool).node(Deadline(_AGENT_S))
+    except VgpuError as error:
+        return gather(driver_release=None, cuda_version=None, devices=()), error.message
+    finally:
+        pool.close()
+    return gather(driver_release=node.release, cuda_version=node.cuda_version, devices=node.devices), ""
 
 
 def _criu_checks(version: str | None) -> list[Check]:
