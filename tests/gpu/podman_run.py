@@ -202,7 +202,7 @@ def runtime_phases(host: TestHost, verb: str, part: str, total_s: float) -> dict
     lines = [line.partition(" phases ")[2] for line in host.read(LOG).splitlines() if " phases {" in line]
     noted = [doc for doc in map(json.loads, lines) if doc["verb"] == verb][-1]
     taken = {f"{part}: shim {phase}": seconds for phase, seconds in noted["phases"].items()}
-    return taken | {f"{part}: shim": noted["seconds"], f"{part}: podman": round(total_s - noted["seconds"], 4)}
+    return taken | {f"{part}: shim": noted["seconds"], f"{part}: rest of podman": round(total_s - noted["seconds"], 4)}
 
 
 def leave_running(host: TestHost, args: argparse.Namespace) -> None:

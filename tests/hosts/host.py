@@ -149,9 +149,11 @@ class TestHost:
         """The host's file system as seen from outside."""
         return Path(f"/proc/{self.init_pid}/root")
 
-    def popen(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
-        """Start a command inside, in the host's cgroup, and leave it running."""
-        enter = ["nsenter", "-t", str(self.init_pid), "-m", "-u", "-i", "-n", "-p", "-C"]
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, network: bool = True, **options
+    ) -> subprocess.Popen:
+        """Start a command inside, in the host's cgroup, and leave it running; without `network`, in the machine's."""
+        enter = ["nsenter", "-t", str(self.init_pid), "-m", "-u", "-i", *(["-n"] if network else []), "-p", "-C"]
         join = ["/bin/sh", "-c", JOIN, "sh", str(self.root)]
         options.setdefault("start_new_session", True)
         return subprocess.Popen([*join, *enter, *command], env={**HOST_ENV, **(env or {})}, **options)

@@ -84,7 +84,9 @@ def load(host: TestHost, libc: str) -> str:
 
 def archive_for(libc: str, root: Path) -> Path:
     """The image as a docker archive under build/images, named by its content."""
-    layer = _layer(_files(libc, root), MERGED_USR if libc == "machine" else {f"bin/{name}": "busybox" for name in APPLETS})
+    layer = _layer(
+        _files(libc, root), MERGED_USR if libc == "machine" else {f"bin/{name}": "busybox" for name in APPLETS}
+    )
     archive = _docker_archive(layer, f"{REPOSITORY_NAME}:{libc}")
     path = REPOSITORY / "build" / "images" / f"{libc}-{hashlib.sha256(archive).hexdigest()[:16]}.tar"
     if not path.exists():
