@@ -7,6 +7,7 @@ Parses at the edge; refuses mappings outside of their object. The agent writes i
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,7 +127,7 @@ def read_objects(fields: Fields) -> tuple[ObjectEntry, ...]:
     if len({entry.id for entry in objects}) != len(objects):
         raise ImageError(where=where, what="two objects have the same id")
     mappings = sorted((mapping.va, mapping.size) for entry in objects for mapping in entry.mappings)
-    for (va, size), (next_va, _) in zip(mappings, mappings[1:], strict=False):
+    for (va, size), (next_va, _) in itertools.pairwise(mappings):
         if va + size > next_va:
             raise ImageError(where=where, what=f"the mappings at {va:#x} and {next_va:#x} overlap")
     return objects

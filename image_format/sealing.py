@@ -42,16 +42,15 @@ from image_format.file_names import (
 from image_format.gpu_objects import check_objects
 from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, twin
 from image_format.manifest import INDEX_TYPE, RECORD_TYPE, Descriptor, Manifest
-from image_format.record import RegionSummary
+from image_format.record import Record, RegionSummary
 from image_format.statement import PAYLOAD_TYPE, Statement
 from image_format.vram import VramFragment, merge, read_fragment, write_fragment
 from vgpu_errors import ImageError, NoSuchImage, NotEnoughSpace, Truncated, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from image_format.keys import SigningKey
-    from image_format.record import Record
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def seal(
     with _open_directory(image_path) as directory_fd:
         _remove_signature(directory_fd, image_path)
         fragment = read_fragment(vram) if vram is not None else None
-        kept = {FRAGMENT_NAME, *(pack.name for pack in fragment.packs)} if fragment is not None else set()
+        kept = _names_of(fragment)
         _remove_own_files(directory_fd, image_path, kept)
         try:
             files = _files_to_seal(directory_fd, str(image_path), kept)
@@ -100,16 +99,11 @@ def seal(
             if fragment is not None:
                 index = merge(index, fragment, _pack_sizes(directory_fd, fragment, str(image_path)))
             documents = make_documents(index, record, key)
-            writer = _Writer(directory_fd, image_path)
-            for name, data in documents.items():
-                if name == SIGNATURE_NAME and fragment is not None:
-                    _remove_fragment(directory_fd, image_path)
-                writer.write(name, data)
+            _write_documents(_Writer(directory_fd, image_path), documents)
         except BaseException:
             with contextlib.suppress(ImageError):  # the first error is the one to report
                 _remove_own_files(directory_fd, image_path, kept)
-                if fragment is not None:
-                    write_fragment(image_path / FRAGMENT_NAME, fragment)
+                _put_back(image_path / FRAGMENT_NAME, fragment)
             raise
     return Sealed(
         content_root=index.compute_content_root().hex(),
@@ -146,6 +140,7 @@ def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, b
     root = index.compute_content_root().hex()
     record = replace(record, content_root=root, regions_summary=_summary(index)).stamped()
     index_bytes, record_bytes = chunk_index.to_bytes(index), record.to_bytes()
+    Record.from_bytes(record_bytes)  # what no reader would take, by its size for example, is refused here
     manifest = Manifest(
         record=Descriptor.of(record_bytes, RECORD_TYPE),
         index=Descriptor.of(index_bytes, INDEX_TYPE),
@@ -161,6 +156,23 @@ def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, b
         MANIFEST_NAME: manifest_bytes,
         SIGNATURE_NAME: sign(statement.to_bytes(), key),
     }
+
+
+def _write_documents(writer: _Writer, documents: Mapping[str, bytes]) -> None:
+    for name, data in documents.items():
+        if name == SIGNATURE_NAME:
+            writer.remove(FRAGMENT_NAME)
+        writer.write(name, data)
+
+
+def _names_of(fragment: VramFragment | None) -> frozenset[str]:
+    """What the data plane made, to be left alone."""
+    return frozenset((FRAGMENT_NAME, *(pack.name for pack in fragment.packs))) if fragment else frozenset()
+
+
+def _put_back(path: Path, fragment: VramFragment | None) -> None:
+    if fragment is not None and not path.exists():
+        write_fragment(path, fragment)
 
 
 def _summary(index: Index) -> tuple[RegionSummary, ...]:
@@ -190,6 +202,11 @@ class _Writer:
             self._write(name, data)
         except OSError as error:
             raise _explained(error, self._path / name, len(data)) from error
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may be absent."""
+        with _explained_removal(self._path), contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._directory_fd)
 
     def _write(self, name: str, data: bytes) -> None:
         partial = PARTIAL_PREFIX + name
@@ -253,11 +270,6 @@ def _remove_own_files(directory_fd: int, path: Path, kept: Container[str] = ()) 
         for name in os.listdir(directory_fd):
             if is_ours(name) and name not in kept:
                 os.unlink(name, dir_fd=directory_fd)
-
-
-def _remove_fragment(directory_fd: int, path: Path) -> None:
-    with _explained_removal(path), contextlib.suppress(FileNotFoundError):
-        os.unlink(FRAGMENT_NAME, dir_fd=directory_fd)
 
 
 @contextlib.contextmanager

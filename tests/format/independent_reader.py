@@ -8,8 +8,10 @@ import base64
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -26,6 +28,8 @@ MAY_CHANGE = {
     "dump.log", "restore.log", "criu.log", "criu-dump.log", "criu-restore.log", "stats-dump", "stats-restore"
 }  # fmt: skip
 
+OBJECT_FIELDS = {"id", "size", "device", "uuid", "kind", "requested", "mappings"}
+
 
 class RefusedError(Exception):
     """The checkpoint breaks a rule of the spec."""
@@ -36,22 +40,29 @@ def need(condition, rule):
         raise RefusedError(rule)
 
 
-def verify(path: Path, trusted_pems: list[bytes]) -> str:
-    """Content root of a checkpoint that may be used; RefusedError otherwise."""
+def verify(path: Path, trusted_pems: list[bytes], features=frozenset({"staged"})) -> str:
+    """Content root of a checkpoint that may be used; RefusedError otherwise. Version 1.0 knows no feature."""
     files = read_directory(path) if path.is_dir() and not (path / "oci-layout").exists() else read_any_archive(path)
-    return check(files, trusted_pems)
+    return check(files, trusted_pems, features)
 
 
 # ---- archive-layout.md ---------------------------------------------------------------------------
 
 
 def read_directory(path: Path) -> dict[str, bytes]:
-    files = {}
+    files, inodes = {}, set()
     for entry in os.scandir(path):
         status = entry.stat(follow_symlinks=False)
-        need(stat.S_ISREG(status.st_mode) and status.st_nlink == 1, "section 1: plain files")
+        need(stat.S_ISREG(status.st_mode), "section 1: plain files")
+        need(status.st_nlink == 1 or is_pack(entry.name), "section 1: hard links")
+        need(status.st_ino not in inodes, "section 1: a file under two names")
+        inodes.add(status.st_ino)
         files[entry.name] = Path(entry.path).read_bytes()
     return files
+
+
+def is_pack(name: str) -> bool:
+    return re.fullmatch(r"vgpu-pack-[0-9]{5}\.bin", name) is not None
 
 
 def read_any_archive(path: Path) -> dict[str, bytes]:
@@ -143,7 +154,7 @@ def walk(value, depth):
 # ---- signature.md, section 5 ---------------------------------------------------------------------
 
 
-def check(files: dict[str, bytes], trusted_pems: list[bytes]) -> str:
+def check(files: dict[str, bytes], trusted_pems: list[bytes], features) -> str:
     need("vgpu-signature.json" in files, "step 1: unsigned")
     statement = verified_statement(files["vgpu-signature.json"], trusted_pems)
     for name in DOCUMENTS:
@@ -157,8 +168,9 @@ def check(files: dict[str, bytes], trusted_pems: list[bytes]) -> str:
     for name, descriptor in (("vgpu-record.json", manifest["config"]), ("vgpu-index.bin", manifest["layers"][0])):
         need(len(files[name]) == descriptor["size"], "step 4: size")
         need("sha256:" + hashlib.sha256(files[name]).hexdigest() == descriptor["digest"], "step 4: sha256")
-    record = read_record(files["vgpu-record.json"])
-    chunk_size, regions, root = read_index(files["vgpu-index.bin"])
+    record = read_record(files["vgpu-record.json"], features)
+    chunk_size, regions, vram, packs, root = read_index(files["vgpu-index.bin"])
+    check_objects(record, vram)
     predicate, annotations = statement["predicate"], manifest["annotations"]
     need(root == record["contentRoot"] == predicate["contentRoot"], "step 6: root")
     need(root == annotations["vgpu.checkpoint.content-root"], "step 6: root of the manifest")
@@ -167,7 +179,8 @@ def check(files: dict[str, bytes], trusted_pems: list[bytes]) -> str:
     need(
         record["created"] == predicate["created"] == annotations["org.opencontainers.image.created"], "step 6: created"
     )
-    check_files(files, chunk_size, regions)
+    check_files(files, chunk_size, regions, packs)
+    check_packs(files, packs, vram)
     return root
 
 
@@ -206,19 +219,74 @@ def strict_base64(text: str) -> bytes:
     return data
 
 
-def read_record(data: bytes) -> dict:
+def read_record(data: bytes, features) -> dict:
     record = read_json(data, 8 << 20)
     major, dot, minor = record.get("formatVersion", "").partition(".")
     need(dot and major == "1" and minor.isdigit(), "versioning: major")
-    need(record["features"]["required"] == [], "versioning: features")
+    for feature in record["features"]["required"]:
+        need(feature in features, f"versioning: feature {feature}")
     need(isinstance(record.get("container"), dict), "record.md, section 2: container")
     for field in ("processes", "devices", "requirements", "parents", "phases", "regionsSummary"):
         need(isinstance(record.get(field), list), f"record.md, section 2: {field}")
+    for process in record["processes"]:
+        objects = process.get("objects") or []
+        if process["mode"] == "staged" or objects:
+            need("staged" in record["features"]["required"], "record.md, section 3: feature")
+        read_objects(objects)
     return record
 
 
-def check_files(files, chunk_size, regions) -> None:
-    need(set(files) - set(DOCUMENTS) - MAY_CHANGE == {name for name, _, _ in regions}, "step 7: files")
+# ---- record.md, section 3 ------------------------------------------------------------------------
+
+
+def read_objects(objects) -> None:
+    spans = []
+    for entry in objects:
+        need(set(entry) >= OBJECT_FIELDS, "section 3: fields of an object")
+        need(
+            all({"va", "size", "offset", "access"} <= set(mapping) for mapping in entry["mappings"]),
+            "section 3: fields",
+        )
+        need(all(isinstance(mapping["va"], str) for mapping in entry["mappings"]), "section 3: va is text")
+    need(len({entry["id"] for entry in objects}) == len(objects), "section 3: ids")
+    for entry in objects:
+        for number in (entry["id"], entry["size"], entry["requested"], entry["device"]):
+            need(type(number) is int and number >= 0, "section 3: numbers")
+        need(0 < entry["size"] >= entry["requested"] and entry["device"] <= 65535, "section 3: size and device")
+        need(entry["kind"] in ("alloc", "vmm"), "section 3: kind")
+        need(re.fullmatch("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", entry["uuid"]), "section 3: uuid")
+        for mapping in entry["mappings"]:
+            need(re.fullmatch("0x[1-9a-f][0-9a-f]{0,15}", mapping["va"]), "section 3: va")
+            va, size, offset = int(mapping["va"], 16), mapping["size"], mapping["offset"]
+            need(size > 0 and 0 <= offset <= entry["size"] - size and va + size <= 1 << 64, "section 3: mapping")
+            for device, flags in mapping["access"]:
+                need(0 <= device <= 65535 and 0 <= flags < 1 << 32, "section 3: access")
+            spans.append((va, va + size))
+    spans.sort()
+    need(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "section 3: addresses overlap")
+
+
+def check_objects(record, vram) -> None:
+    found = {}
+    for process in record["processes"]:
+        for entry in process.get("objects") or []:
+            name = f"{process['nsPid']}/{entry['id']}"
+            need(name not in found, "section 3: twice")
+            found[name] = (entry["size"], entry["device"], bytes.fromhex(entry["uuid"][4:].replace("-", "")))
+    need(found == {name: (length, device, uuid) for name, length, device, uuid, _ in vram}, "section 3: same objects")
+
+
+def check_packs(files, packs, vram) -> None:
+    for name, size in packs:
+        need(len(files[name]) == size, "step 7: size of a pack")
+    for _, _, _, _, places in vram:
+        for chunk_id, pack, offset, length in places:
+            need(blake3.blake3(files[pack][offset : offset + length]).digest() == chunk_id, "step 8: VRAM chunk")
+
+
+def check_files(files, chunk_size, regions, packs) -> None:
+    wanted = {name for name, _, _ in regions} | {name for name, _ in packs}
+    need(set(files) - set(DOCUMENTS) - MAY_CHANGE == wanted, "step 7: files")
     for name, length, ids in regions:
         data = files[name]
         need(len(data) == length, "step 7: size")
@@ -244,7 +312,7 @@ def read_index(data: bytes):
         "sizes",
     )
     need(4096 <= chunk_size <= 64 << 20 and chunk_size & (chunk_size - 1) == 0, "chunk size")
-    if minor == 0:
+    if minor <= 1:
         need((header_size, region_size, chunk_record, pack_size) == (128, 64, 64, 64), "sizes of 1.0")
         need(reserved == 0 and not any(data[104:128]), "reserved")
     region_count, chunk_count, pack_count, names_size = counts
@@ -257,42 +325,98 @@ def read_index(data: bytes):
     names_at = packs_at + pack_count * pack_size
     need(names_at + names_size == len(data), "exact size")
     names = data[names_at:]
-    need(pack_count == region_count, "a pack for each region")
 
     def name_of(offset, length):
         need(offset + length <= len(names), "name inside the names")
         return names[offset : offset + length].decode("latin-1")
 
-    regions, used, previous, hashed = [], 0, "", blake3.blake3(b"vgpu-content-root-v1\0")
+    regions, vram, used, previous, hashed = [], [], 0, "", blake3.blake3(b"vgpu-content-root-v1\0")
     hashed.update(struct.pack("<IQ", chunk_size, region_count))
     all_ids = b""
     for n in range(region_count):
         at = header_size + n * region_size
         kind, device, flags, address, length, first, count, offset, size = struct.unpack_from("<HHIQQQQII", data, at)
-        need(kind == 1, "region kind")
-        if minor == 0:
-            need(not (device or flags or address) and not any(data[at + 48 : at + 64]), "zero for a file")
+        need(kind == 1 or (kind == 2 and minor >= 1), "region kind")
         name = name_of(offset, size)
+        need(minor > 1 or flags == 0, "no flags")
+        need(first == used and count == (length + chunk_size - 1) // chunk_size, "chunks of a region")
+        need(used + count <= chunk_count, "chunks of all regions")
+        used += count
+        if kind == 2:
+            numbers = range(first, first + count)
+            vram.append((name, length, device, data[at + 48 : at + 64], numbers))
+            fields = struct.pack("<HHIQQQI", kind, device, flags, 0, length, count, len(name))
+            hashed.update(fields + name.encode())
+            continue
+        need(not vram, "files come first")
+        need(minor > 1 or not (device or address or any(data[at + 48 : at + 64])), "zero for a file")
         check_name(name)
         need(not name.startswith("vgpu-") and name not in MAY_CHANGE, "archive-layout.md, section 2")
         need(name > previous, "ascending names")
-        need(first == used and count == (length + chunk_size - 1) // chunk_size, "chunks of a region")
-        need(used + count <= chunk_count, "chunks of all regions")
+        need(n < pack_count, "a pack for each file")
         pack_at = packs_at + n * pack_size
         pack_offset, pack_name_size, pack_bytes = struct.unpack_from("<IIQ", data, pack_at)
         need(name_of(pack_offset, pack_name_size) == name and pack_bytes == length, "pack is the file")
-        if minor == 0:
-            need(not any(data[pack_at + 48 : pack_at + 64]), "pack reserved")
+        need(minor > 1 or not any(data[pack_at + 48 : pack_at + 64]), "pack reserved")
         ids = read_chunks(data, chunks_at, chunk_record, range(first, first + count), n, length, chunk_size, minor)
         fields = struct.pack("<HHIQQQI", kind, device, flags, address, length, count, len(name))
         hashed.update(fields + name.encode())
         all_ids += b"".join(ids)
         regions.append((name, length, ids))
-        used, previous = used + count, name
+        previous = name
     need(used == chunk_count, "all chunks used")
-    hashed.update(all_ids)
+    packs = []
+    for n in range(len(regions), pack_count):
+        pack_at = packs_at + n * pack_size
+        pack_offset, pack_name_size, pack_bytes = struct.unpack_from("<IIQ", data, pack_at)
+        packs.append((name_of(pack_offset, pack_name_size), pack_bytes))
+        need(minor > 1 or not any(data[pack_at + 48 : pack_at + 64]), "pack reserved")
+    need(all(is_pack(name) for name, _ in packs), "section 5: name of a pack")
+    need(all(a < b for (a, _), (b, _) in itertools.pairwise(packs)), "section 5: order of packs")
+    vram_ids, placed = read_vram(data, chunks_at, chunk_record, len(regions), packs, vram, chunk_size, minor)
+    hashed.update(all_ids + vram_ids)
     need(hashed.digest() == root, "section 6: content root")
-    return chunk_size, regions, root.hex()
+    return chunk_size, regions, placed, packs, root.hex()
+
+
+def read_vram(data, chunks_at, chunk_record, first_pack, packs, vram, chunk_size, minor):
+    keys = [object_key(name) for name, _, _, _, _ in vram]
+    need(all(a < b for a, b in itertools.pairwise(keys)), "section 3: order of objects")
+    slots, placed, all_ids = {}, [], b""
+    for name, length, device, uuid, numbers in vram:
+        records = [data[chunks_at + n * chunk_record : chunks_at + n * chunk_record + 64] for n in numbers]
+        ids, places = read_vram_chunks(records, first_pack, packs, length, chunk_size, minor, slots)
+        all_ids += b"".join(ids)
+        placed.append((name, length, device, uuid, places))
+    need({pack for pack, _ in slots} == {name for name, _ in packs}, "section 5: a pack without chunk")
+    return all_ids, placed
+
+
+def object_key(name):
+    need(re.fullmatch("[1-9][0-9]{0,9}/(0|[1-9][0-9]{0,19})", name), "section 3: name of an object")
+    pid, _, number = name.partition("/")
+    return int(pid), int(number)
+
+
+def read_vram_chunks(records, first_pack, packs, length, chunk_size, minor, slots):
+    ids, places = [], []
+    for position, record in enumerate(records):
+        chunk_id, pack, codec, reserved, offset, stored, size = struct.unpack_from("<32sIHHQII", record)
+        need(size == min(chunk_size, length - position * chunk_size), "section 4: length")
+        need(codec in (0, 1), "codec")
+        if minor <= 1:
+            need(reserved == 0 and not any(record[56:64]), "chunk reserved")
+        ids.append(chunk_id)
+        if codec == 0:
+            need((pack, offset, stored) == (0, 0, 0), "section 4: no place")
+            need(chunk_id == blake3.blake3(bytes(size)).digest(), "section 4: zeros")
+            continue
+        need(first_pack <= pack < first_pack + len(packs), "section 4: a pack of slots")
+        name, pack_bytes = packs[pack - first_pack]
+        need(stored == size and offset % chunk_size == 0 and offset + size <= pack_bytes, "section 4: slot")
+        need(slots.setdefault((name, offset), (chunk_id, size)) == (chunk_id, size), "section 4: one content in a slot")
+        places.append((chunk_id, name, offset, size))
+    return ids, places
 
 
 def read_chunks(data, table_at, record_size, numbers, region, length, chunk_size, minor) -> list[bytes]:
@@ -305,7 +429,7 @@ def read_chunks(data, table_at, record_size, numbers, region, length, chunk_size
         need(pack == region and size == wanted, "chunk of this file")
         need(codec in (0, 1), "codec")
         need((offset, stored) == ((start, wanted) if codec == 1 else (0, 0)), "place of the chunk")
-        if minor == 0:
+        if minor <= 1:
             need(reserved == 0 and not any(data[at + 56 : at + 64]), "chunk reserved")
         ids.append(chunk_id)
     return ids

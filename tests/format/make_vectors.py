@@ -146,9 +146,11 @@ class Sealed:
         payload_type=PAYLOAD_TYPE,
         bundle=keep,
         key=TRUSTED,
+        base=None,
+        extend=keep,
     ) -> None:
-        made_index = sealing.build_index(hash_content(files, chunk_size), chunk_size=chunk_size)
-        documents = sealing.make_documents(made_index, base_record(), key)
+        made_index = extend(sealing.build_index(hash_content(files, chunk_size), chunk_size=chunk_size))
+        documents = sealing.make_documents(made_index, base or base_record(), key)
         index_bytes = index(documents[INDEX_NAME])
         record_doc = json.loads(documents[RECORD_NAME])
         record_doc["contentRoot"] = index_bytes[72:104].hex() if len(index_bytes) >= 104 else record_doc["contentRoot"]

@@ -71,12 +71,20 @@ def test_documents_of_good_vectors_validate(folder):
         validator(f"{schema}.schema.json").validate(json.loads((folder / f"vgpu-{file}.json").read_bytes()))
 
 
+def staged_without_feature():
+    path = SPEC / "vectors/1.1/good/large-chunks/vgpu-record.json"
+    doc = json.loads(path.read_bytes())
+    assert validator("record.schema.json").is_valid(doc)
+    return doc | {"features": {"required": [], "optional": []}}
+
+
 @pytest.mark.parametrize(
     ("schema", "doc"),
     [
         ("policy.schema.json", {"version": 1, "default": "allow-everything"}),
         ("policy.schema.json", {"version": 1, "default": "allow-unsigned", "defualt": "x"}),
         ("record.schema.json", {"formatVersion": "1.0"}),
+        ("record.schema.json", staged_without_feature()),
         ("bundle.schema.json", {"mediaType": "application/vnd.dev.sigstore.bundle.v0.4+json"}),
     ],
 )

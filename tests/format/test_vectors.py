@@ -15,7 +15,7 @@ from image_format import source
 from image_format.keys import load_public_key
 from image_format.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
-from tests.format import independent_reader, make_vectors
+from tests.format import independent_reader, make_staged_vectors, make_vectors
 from vgpu_errors import VgpuError
 
 ROOT = Path(__file__).parents[2] / "spec" / "vectors"
@@ -103,11 +103,25 @@ def test_reader_written_from_the_spec_agrees(version, case):
     assert independent_reader.verify(path, trusted) == expect["contentRoot"]
 
 
-def test_generator_writes_the_same_bytes_again(tmp_path):
-    make_vectors.make(tmp_path)
-    committed = {
-        path.relative_to(ROOT / "1.0"): path.read_bytes() for path in (ROOT / "1.0").rglob("*") if path.is_file()
-    }
+def test_a_reader_of_version_1_0_names_the_feature():
+    trusted = [(ROOT / "1.1" / "keys" / "trusted.pub").read_bytes()]
+    for name in ("large-chunks", "small-chunks.tar", "staged-without-objects", "all-zero"):
+        with pytest.raises(independent_reader.RefusedError, match="feature staged"):
+            independent_reader.verify(ROOT / "1.1/good" / name, trusted, features=frozenset())
+
+
+GENERATORS = {"1.0": make_vectors.make, "1.1": make_staged_vectors.make}
+
+
+def test_every_version_has_a_generator():
+    assert sorted(GENERATORS) == VERSIONS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_generator_writes_the_same_bytes_again(version, tmp_path):
+    GENERATORS[version](tmp_path)
+    folder = ROOT / version
+    committed = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     # zlib builds differ in what they compress to; what is inside is compared by the vector itself.
     same = {name for name in made if name.suffix not in (".gz", ".zst") and name.name != "oci-archive.tar"}

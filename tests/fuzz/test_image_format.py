@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from image_format import archive, canonical_json, chunk_index, security_config, source
+from image_format import archive, canonical_json, chunk_index, security_config, source, vram
 from image_format.bundle import Bundle
 from image_format.chunk_index import Index, Pack, Region, chunk_count_of
 from image_format.dsse import Envelope, pre_authentication_encoding
@@ -28,6 +29,8 @@ from image_format.record import Record
 from image_format.sealing import build_index
 from image_format.statement import Statement
 from image_format.verifying import verify_directory
+from image_format.vram import ChunkPlace, VramFragment, VramRegion, pack_name
+from tests.format.make_staged_vectors import OTHER_GPU, small
 from tests.format.make_vectors import (
     CONFIG,
     SMALL_CHUNK,
@@ -42,7 +45,7 @@ from tests.format.make_vectors import (
 from vgpu_errors import VgpuError
 
 EXTRA_SECONDS = float(os.environ.get("VGPU_FUZZ_SECONDS", "0"))
-TARGET_COUNT = 20
+TARGET_COUNT = 27
 QUICK = settings(
     max_examples=120, deadline=None, derandomize=not EXTRA_SECONDS, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -105,6 +108,37 @@ def test_index_comes_back():
     fuzz(check, sizes, st.sampled_from([4096, 65536, 4 << 20]))
 
 
+def test_a_fragment_is_written_exactly_where_each_slot_has_one_content():
+    size = SMALL_CHUNK
+    ids = {length: [blake3(bytes([n]) * length).digest() for n in (1, 2)] for length in (size, 5)}
+    chunk = st.tuples(st.sampled_from([None, 0, 3]), st.sampled_from([0, size, 2 * size, 7 * size, 100]), st.booleans())
+
+    def check(objects, tails):
+        regions = []
+        for number, (chunks, has_tail) in enumerate(zip(objects, tails, strict=True)):
+            lengths = [size] * (len(chunks) - 1) + [5 if has_tail else size]
+            places = tuple(
+                ChunkPlace(chunk_index.zero_id(length), None, 0, length)
+                if pack is None
+                else ChunkPlace(ids[length][which], pack_name(pack), offset, length)
+                for (pack, offset, which), length in zip(chunks, lengths, strict=True)
+            )
+            regions.append(VramRegion(0, OTHER_GPU, 0, sum(lengths), f"1/{number}", places))
+        fragment = VramFragment.of(regions, chunk_size=size)
+        stored = {
+            (place.pack, place.offset, place.id, place.length) for r in regions for place in r.chunks if place.pack
+        }
+        is_sound = len({key[:2] for key in stored}) == len(stored) and all(key[1] % size == 0 for key in stored)
+        outcome = attempt(lambda: vram.from_bytes(vram.to_bytes(fragment)))
+        assert (outcome == fragment) == is_sound
+        assert is_sound or isinstance(outcome, VgpuError)
+
+    objects = st.lists(st.lists(chunk, min_size=1, max_size=3), max_size=4)
+    fuzz(lambda pair: check(*pair), objects.flatmap(
+        lambda found: st.tuples(st.just(found), st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    ))  # fmt: skip
+
+
 def test_record_comes_back_with_unknown_fields():
     base = json.loads(Sealed(base_files()).documents["vgpu-record.json"])
 
@@ -163,10 +197,19 @@ SEALED = Sealed(base_files(), chunk_size=SMALL_CHUNK)
 DOCUMENTS = SEALED.documents
 BUNDLE = DOCUMENTS["vgpu-signature.json"]
 TAR = make_tar(inside(SEALED.all(base_files())) + outside())
+STAGED = small()
+STAGED_CONTENT = STAGED.seal().all(STAGED.files)
+STAGED_TARS = {
+    "index first": make_tar(inside(STAGED_CONTENT) + outside()),
+    "index last": make_tar(list(reversed(inside(STAGED_CONTENT)))),
+}
 POLICY = Policy(keys={TRUSTED.key_id: TrustedKey("fuzz", Path("fuzz.pub"), TRUSTED.public)})
 PARSERS = {
     "index": (chunk_index.from_bytes, DOCUMENTS["vgpu-index.bin"]),
     "record": (Record.from_bytes, DOCUMENTS["vgpu-record.json"]),
+    "staged index": (chunk_index.from_bytes, STAGED_CONTENT["vgpu-index.bin"]),
+    "staged record": (Record.from_bytes, STAGED_CONTENT["vgpu-record.json"]),
+    "fragment": (vram.from_bytes, vram.to_bytes(VramFragment.of(STAGED.regions, chunk_size=SMALL_CHUNK))),
     "manifest": (Manifest.from_bytes, DOCUMENTS["vgpu-manifest.json"]),
     "bundle": (Bundle.from_bytes, BUNDLE),
     "statement": (Statement.from_bytes, Bundle.from_bytes(BUNDLE).envelope.payload),
@@ -223,6 +266,37 @@ def test_an_archive_fails_only_with_our_errors_and_never_verifies_another_conten
         assert found.verified.manifest_digest == expected
 
     fuzz(check, mutated(whole))
+
+
+@pytest.mark.parametrize("order", STAGED_TARS)
+def test_a_staged_archive_fails_only_with_our_errors_and_never_verifies_another_content(order, tmp_path):
+    path = tmp_path / "archive"
+    path.write_bytes(STAGED_TARS[order])
+    expected = archive.verify_archive(path, POLICY).verified.manifest_digest
+
+    def check(data):
+        path.write_bytes(data)
+        outcome = attempt(lambda: archive.verify_archive(path, POLICY).verified.manifest_digest)
+        assert isinstance(outcome, VgpuError) or outcome == expected
+
+    fuzz(check, mutated(STAGED_TARS[order]))
+
+
+def test_a_staged_directory_holds_the_sealed_chunks_or_is_refused(tmp_path):
+    for name, data in STAGED_CONTENT.items():
+        (tmp_path / name).write_bytes(data)
+    names = sorted(name for name in STAGED_CONTENT if name.startswith("vgpu-"))
+    places = [place for region in STAGED.regions for place in region.chunks if place.pack]
+
+    def check(name, data):
+        (tmp_path / name).write_bytes(data)
+        outcome = attempt(lambda: verify_directory(tmp_path, POLICY))
+        found = [(tmp_path / place.pack).read_bytes()[place.offset : place.offset + place.length] for place in places]
+        (tmp_path / name).write_bytes(STAGED_CONTENT[name])
+        assert isinstance(outcome, VgpuError) or [blake3(chunk).digest() for chunk in found] == [p.id for p in places]
+
+    pairs = st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), mutated(STAGED_CONTENT[name])))
+    fuzz(lambda pair: check(*pair), pairs)
 
 
 def test_an_oci_archive_fails_only_with_our_errors(tmp_path):
