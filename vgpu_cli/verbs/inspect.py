@@ -54,8 +54,10 @@ def describe(name: str, found: ClaimedSource, signature: dict[str, Any], fitness
         "signature": signature,
         "record": claims.claimed.record.to_json(),
         "content": {
-            "files": len(index.regions),
+            "files": len(index.files),
             "bytes": sum(region.length for region in index.regions),
+            "gpuObjects": len(index.vram),
+            "gpuBytes": sum(region.length for region in index.vram),
             "zeroBytes": zero_bytes,
             "chunks": len(index.chunks),
             "chunkSize": index.chunk_size,
@@ -95,10 +97,12 @@ def check_fitness(record: Record) -> dict[str, Any]:
     """Ask the agent what this node offers, and compare; without an agent say so."""
     from gpu_state import fitness, node_facts  # noqa: PLC0415
     from gpu_state.client import AgentClient  # noqa: PLC0415
+    from oci_hook.settings import read_settings  # noqa: PLC0415
 
     try:
         with AgentClient.connect(deadline_s=AGENT_DEADLINE_S) as agent:
-            facts = node_facts.NodeFacts.from_json(agent.request("facts", {}, deadline_s=AGENT_DEADLINE_S))
+            args = {"runtime": read_settings(is_strict=False).low_level_runtime}
+            facts = node_facts.NodeFacts.from_json(agent.request("facts", args, deadline_s=AGENT_DEADLINE_S))
     except (VgpuError, ValueError, OSError) as error:
         return {"state": "unknown", "what": f"this node could not be looked at: {error}"}
     found = fitness.findings(record, facts)
@@ -107,7 +111,7 @@ def check_fitness(record: Record) -> dict[str, Any]:
 
 
 def _largest(found: ClaimedSource) -> list[tuple[int, str]]:
-    return sorted(((region.length, region.name) for region in found.claims.claimed.index.regions), reverse=True)[:5]
+    return sorted(((region.length, region.name) for region in found.claims.claimed.index.files), reverse=True)[:5]
 
 
 # ---- for people ----------------------------------------------------------------------------------

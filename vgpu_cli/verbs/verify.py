@@ -57,7 +57,8 @@ def describe(name: str, found: VerifiedSource) -> dict[str, Any]:
         "contentRoot": record.content_root if record else None,
         "containerId": record.container.id if record else None,
         "generation": record.generation if record else None,
-        "filesChecked": len(index.regions) if index else 0,
+        "filesChecked": len(index.files) if index else 0,
+        "gpuObjectsChecked": len(index.vram) if index else 0,
         "bytesChecked": verified.bytes_checked,
         "milliseconds": round(verified.seconds * 1000),
         "outside": [{"name": member.name, "bytes": member.size} for member in result.outside],
@@ -78,7 +79,7 @@ def _print(name: str, found: VerifiedSource, out: Output) -> None:
         ],
         ["manifest", f"sha256:{doc['manifestDigest']}" if doc["manifestDigest"] else "none"],
         ["content root", doc["contentRoot"] or "none"],
-        ["files", f"{doc['filesChecked']} files, {doc['bytesChecked']} bytes, every chunk compared"],
+        ["content", f"{_counted(doc)}, {doc['bytesChecked']} bytes, every chunk compared"],
         ["time", f"{found.result.verified.seconds:.2f} s"],
     ]
     out.table("Checked", ["what", "result"], rows)
@@ -90,6 +91,11 @@ def _print(name: str, found: VerifiedSource, out: Output) -> None:
     if found.result.config_differences:
         return  # the error that follows names them
     out.line("verified" if doc["trusted"] else "whole as far as it goes, but nobody vouches for it")
+
+
+def _counted(doc: dict[str, Any]) -> str:
+    objects = f" and {doc['gpuObjectsChecked']} GPU objects" if doc["gpuObjectsChecked"] else ""
+    return f"{doc['filesChecked']} files{objects}"
 
 
 def _progress(out: Output) -> Any:
