@@ -11,18 +11,19 @@
  * first_chunk, and the three are ignored. The chunks of all ranges are numbered through, a range of length 0 has none;
  * ids[32 * n] belongs to chunk n. A launch does the chunks from first_chunk on.
  * Grid: TILES_PER_CHUNK blocks of TILE threads for each chunk, at most LAUNCH_CHUNKS chunks.
- * scratch: LAUNCH_CHUNKS 32-bit counters, zero before the first launch and left zero, then NODES_PER_CHUNK * 32 bytes for each chunk;
- * of launches in flight at once each needs its own. ids may be mapped host memory.
+ * scratch: LAUNCH_CHUNKS 32-bit counters, zero before the first launch and left zero, then NODES_PER_CHUNK * 32 bytes for each
+ * chunk; of launches in flight at once each needs its own. ids may be mapped host memory.
  * Addresses are multiples of 16; the 16 bytes that hold the last byte are read whole, and written whole by the copying kernel, with
  * zeros after the end. Every byte is read once, so that what is copied is what was hashed even while somebody writes to it.
  *
  * A block hashes a tile of TILE leaves of 1 KiB, one a thread, and joins them up to NODES_PER_TILE nodes; the block that finishes a
- * chunk last joins those up to the root. The work is bound by 32-bit integer instructions, not by memory: see ADD below.
+ * chunk last joins those up to the root. Bound by 32-bit integer instructions, not by memory: on an H200 the integer pipe is busy
+ * in 96% of all cycles at 2.0 TB/s, while memory is at 43% (docs/measurements, gpu-blake3).
  */
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/* Overridden by bench/gpu_blake3.py --tune, which found these values. */
+/* bench/gpu_blake3_tune.py sets these to other values; it found the ones here. */
 #ifndef TILE
 #define TILE 256 /* leaves of a block = its threads */
 #endif
@@ -33,16 +34,16 @@ typedef unsigned long long u64;
 #define BLOCKS_PER_SM 4
 #endif
 #ifndef SPREAD
-#define SPREAD 2 /* which additions go to the multiply-add pipe: 0 none, 1 half of a + b + m, 2 all of a + b + m, 3 c + d too */
-#endif
-#ifndef ROTATE_BY_MULTIPLY
-#define ROTATE_BY_MULTIPLY 0 /* the rotations by 12 that go there too: 0 none, 1 the diagonal half, 2 all */
+#define SPREAD 1 /* how many additions of a + b + m are forced onto the multiply-add pipe; the assembler puts more there */
 #endif
 #ifndef READ
 #define READ "ld.global.v4.u32"
 #endif
-#ifndef READ_AHEAD
-#define READ_AHEAD 0 /* 1: the next block is read into registers before the current one is mixed */
+#ifndef COPY_ROW
+#define COPY_ROW 128 /* bytes of a leaf that the copying kernel writes at once; 0: what a thread has just read */
+#endif
+#ifndef WRITE
+#define WRITE "st.global.v4.u32"
 #endif
 
 #define LAUNCH_CHUNKS 1024u
@@ -61,12 +62,11 @@ enum { CHUNK_START = 1, CHUNK_END = 2, PARENT = 4, ROOT = 8 };
 struct Range { u64 address, length, destination, first_chunk; };
 struct Chunk { u64 address, destination; u32 length; };
 
-/* Constants that the assembler does not know: it would turn a multiplication by a known 1 back into an addition. */
+/* The assembler does not know it: it would turn a multiplication by a known 1 back into an addition. */
 __constant__ u32 vgpu_one = 1;
-__constant__ u32 vgpu_two_to_20 = 1u << 20;
 
-/* x + y on the multiply-add pipe. Additions, xors and rotations share a pipe of 16 lanes that is the bottleneck; the multiply-add
- * pipe beside it idles. */
+/* x + y on the multiply-add pipe, which would idle; xors and rotations can run on the integer pipe alone. Left to itself the
+ * assembler makes one instruction of a + b + m, on the integer pipe: 17% slower. */
 __device__ __forceinline__ u32 add_elsewhere(u32 x, u32 y) { return x * vgpu_one + y; }
 
 __device__ __forceinline__ u32 add3(u32 a, u32 b, u32 m)
@@ -76,40 +76,29 @@ __device__ __forceinline__ u32 add3(u32 a, u32 b, u32 m)
     return a + b + m;
 }
 
-__device__ __forceinline__ u32 add2(u32 a, u32 b) { return SPREAD >= 3 ? add_elsewhere(b, a) : a + b; }
-
-template <bool MULTIPLIES>
-__device__ __forceinline__ u32 rotate12(u32 x)
-{
-    if (!MULTIPLIES) return __funnelshift_r(x, x, 12);
-    u64 wide = (u64)x * vgpu_two_to_20;
-    return add_elsewhere((u32)wide, (u32)(wide >> 32));
-}
-
-template <bool IS_DIAGONAL>
 __device__ __forceinline__ void mix(u32 &a, u32 &b, u32 &c, u32 &d, u32 x, u32 y)
 {
     a = add3(a, b, x);
     d = __byte_perm(d ^ a, 0, 0x1032);
-    c = add2(c, d);
-    b = rotate12<(ROTATE_BY_MULTIPLY > (IS_DIAGONAL ? 0 : 1))>(b ^ c);
+    c += d;
+    b = __funnelshift_r(b ^ c, b ^ c, 12);
     a = add3(a, b, y);
     d = __byte_perm(d ^ a, 0, 0x0321);
-    c = add2(c, d);
+    c += d;
     b = __funnelshift_r(b ^ c, b ^ c, 7);
 }
 
 template <int A, int B, int C, int D, int E, int F, int G, int H, int I, int J, int K, int L, int M, int N, int O, int P>
 __device__ __forceinline__ void round_of(u32 (&v)[16], const u32 (&m)[16])
 {
-    mix<false>(v[0], v[4], v[8], v[12], m[A], m[B]);
-    mix<false>(v[1], v[5], v[9], v[13], m[C], m[D]);
-    mix<false>(v[2], v[6], v[10], v[14], m[E], m[F]);
-    mix<false>(v[3], v[7], v[11], v[15], m[G], m[H]);
-    mix<true>(v[0], v[5], v[10], v[15], m[I], m[J]);
-    mix<true>(v[1], v[6], v[11], v[12], m[K], m[L]);
-    mix<true>(v[2], v[7], v[8], v[13], m[M], m[N]);
-    mix<true>(v[3], v[4], v[9], v[14], m[O], m[P]);
+    mix(v[0], v[4], v[8], v[12], m[A], m[B]);
+    mix(v[1], v[5], v[9], v[13], m[C], m[D]);
+    mix(v[2], v[6], v[10], v[14], m[E], m[F]);
+    mix(v[3], v[7], v[11], v[15], m[G], m[H]);
+    mix(v[0], v[5], v[10], v[15], m[I], m[J]);
+    mix(v[1], v[6], v[11], v[12], m[K], m[L]);
+    mix(v[2], v[7], v[8], v[13], m[M], m[N]);
+    mix(v[3], v[4], v[9], v[14], m[O], m[P]);
 }
 
 /* cv becomes the chaining value after one 64-byte block; the message order of each round is the permutation applied once more. */
@@ -173,11 +162,42 @@ __device__ __forceinline__ void read_block(u32 (&m)[16], u64 address, int bytes)
     }
 }
 
+__device__ __forceinline__ uint4 words(const u32 (&m)[16], int n)
+{
+    return make_uint4(m[4 * n], m[4 * n + 1], m[4 * n + 2], m[4 * n + 3]);
+}
+
+__device__ __forceinline__ void write_vector(u64 address, uint4 v)
+{
+    asm volatile(WRITE " [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ void write_block(const u32 (&m)[16], u64 address, int bytes)
 {
 #pragma unroll
     for (int n = 0; n < 4; n++)
-        if (16 * n < bytes) ((uint4 *)address)[n] = make_uint4(m[4 * n], m[4 * n + 1], m[4 * n + 2], m[4 * n + 3]);
+        if (16 * n < bytes) write_vector(address + 16 * n, words(m, n));
+}
+
+/* The 32 leaves of a warp, all whole, go through shared memory, so that each write covers COPY_ROW neighbouring bytes of a few
+ * leaves and not 16 bytes of each: twice as fast. `leaves` is where the first leaf goes. */
+__device__ __forceinline__ void write_rows(const u32 (&m)[16], u64 leaves, u32 block)
+{
+    const u32 vectors = COPY_ROW ? COPY_ROW / 16 : 1, mask = vectors < 8 ? vectors - 1 : 7, shift = vectors < 8 ? 1 : 0;
+    __shared__ uint4 rows[TILE * vectors];
+    uint4 *mine = rows + threadIdx.x / 32 * 32 * vectors;
+    u32 lane = threadIdx.x % 32, first = block * 4 % vectors;
+#pragma unroll
+    for (u32 n = 0; n < 4; n++) mine[lane * vectors + ((first + n) ^ (lane >> shift & mask))] = words(m, n); /* spread over banks */
+    if (first + 4 < vectors) return;
+    __syncwarp();
+    u64 to = leaves + (block * 4 - first) * 16;
+#pragma unroll
+    for (u32 n = 0; n < vectors; n++) {
+        u32 row = (32 * n + lane) / vectors, column = (32 * n + lane) % vectors;
+        write_vector(to + row * LEAF + column * 16, mine[row * vectors + (column ^ (row >> shift & mask))]);
+    }
+    __syncwarp();
 }
 
 /* The chaining value of one leaf, or the root of a chunk that is one leaf. */
@@ -186,23 +206,15 @@ __device__ __forceinline__ void hash_leaf(u32 (&cv)[8], const Chunk &chunk, u32 
 {
     u64 address = chunk.address + (u64)leaf * LEAF, destination = chunk.destination + (u64)leaf * LEAF;
     int left = min(chunk.length - leaf * LEAF, LEAF);
-    u32 flags = CHUNK_START, last = chunk.length <= LEAF ? CHUNK_END | ROOT : CHUNK_END;
-    u32 m[16];
+    u32 flags = CHUNK_START, last = chunk.length <= LEAF ? CHUNK_END | ROOT : CHUNK_END, m[16];
+    u32 warp_leaf = leaf / 32 * 32;
+    bool by_rows = COPY_ROW && chunk.length >= (warp_leaf + 32) * LEAF;
     start(cv);
-#if READ_AHEAD
-    u32 next[16];
-    read_block(next, address, left);
-#endif
 #pragma unroll 1
-    for (; left > 0; left -= 64, address += 64, destination += 64) {
-#if READ_AHEAD
-#pragma unroll
-        for (int n = 0; n < 16; n++) m[n] = next[n];
-        if (left > 64) read_block(next, address + 64, left - 64);
-#else
-        read_block(m, address, left);
-#endif
-        if (COPIES) write_block(m, destination, left);
+    for (u32 block = 0; left > 0; block++, left -= 64) {
+        read_block(m, address + 64 * block, left);
+        if (COPIES && by_rows) write_rows(m, chunk.destination + (u64)warp_leaf * LEAF, block);
+        if (COPIES && !by_rows) write_block(m, destination + 64 * block, left);
         if (left <= 64) flags |= last;
         compress(cv, m, leaf, min(left, 64), flags);
         flags = 0;

@@ -14,12 +14,12 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Self
 
 from bench import measurement
 from tests.engines.gpu_container import DEVICE
-from tests.hosts import gpus
+from tests.hosts import gpus, software_gpu
 from tests.hosts.host import TestHost
-from tests.hosts import software_gpu
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OUT = "/tmp/steps"
@@ -276,7 +276,7 @@ class PlainDriver:
             env={"LD_LIBRARY_PATH": folder}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def __enter__(self) -> PlainDriver:
+    def __enter__(self) -> Self:
         self._answer()
         return self
 

@@ -15,5 +15,5 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_pytorch_container_is_exported_imported_left_running_and_a_tampered_archive_refused():
     assert os.geteuid() == 0, "test hosts need root"
     command = [sys.executable, "-m", "tests.gpu.podman_run", "--gib", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
     assert done.stdout.rstrip().endswith("gpu-demo: ok"), done.stdout[-4000:] + done.stderr[-4000:]

@@ -102,7 +102,7 @@ bool context_is_valid(CUcontext context);
 /* stream.c: the only lock of streams, events and captures */
 enum op_kind { OP_COPY, OP_SET, OP_KERNEL, OP_HOST, OP_CALLBACK, OP_EVENT, OP_WAIT, OP_GRAPH, OP_FREE };
 struct kernel;
-struct kernel_args { uint64_t value[8]; };
+struct kernel_args { uint64_t value[8], blocks; };
 struct dependency { CUstream stream; uint64_t number; };
 struct op {
     struct op *next;
@@ -213,6 +213,10 @@ struct kernel {
 };
 const struct kernel *kernel_by_name(const char *name, size_t length);
 void module_free_context(CUcontext context);
+
+/* blake3.c */
+bool blake3_chunks(const struct kernel_args *args);
+bool blake3_chunks_copy(const struct kernel_args *args);
 
 /* save.c */
 CUresult save_memory(void);

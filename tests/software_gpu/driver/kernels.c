@@ -1,4 +1,4 @@
-/* The kernels this driver can run: C bodies for the PTX entries of kernels_ptx.h. It compiles no PTX; other entries are refused. */
+/* The kernels this driver can run: C bodies for the PTX entries of kernels_ptx.h and of gpu_state/staging/blake3.ptx. It compiles no PTX; other entries are refused. */
 #include <time.h>
 
 #include "driver.h"
@@ -43,6 +43,8 @@ static const struct kernel known[] = {
     {"vgpu_increment", 3, {8, 8, 8}, increment},
     {"vgpu_checksum", 3, {8, 8, 8}, checksum},
     {"vgpu_spin_ms", 1, {4}, spin_ms},
+    {"vgpu_blake3_chunks", 8, {8, 4, 8, 8, 8, 8, 4, 8}, blake3_chunks},
+    {"vgpu_blake3_chunks_copy", 8, {8, 4, 8, 8, 8, 8, 4, 8}, blake3_chunks_copy},
 };
 
 const struct kernel *kernel_by_name(const char *name, size_t length)

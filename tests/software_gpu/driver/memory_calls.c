@@ -203,6 +203,14 @@ API(cuPointerGetAttributes, (unsigned count, int *attributes, void **data, CUdev
     return CUDA_SUCCESS;
 }
 
+/* 6 is CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, the only one that can be set; copies here are ordered as it wants anyway. */
+API(cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
+{
+    struct range range;
+    NEED(value && attribute == 6, CUDA_ERROR_INVALID_VALUE);
+    return lookup(address, &range);
+}
+
 REFUSED(cuIpcGetMemHandle, (void *handle, CUdeviceptr address), CUDA_ERROR_NOT_SUPPORTED)
 REFUSED(cuIpcCloseMemHandle, (CUdeviceptr address), CUDA_ERROR_NOT_SUPPORTED)
 REFUSED(cuIpcGetEventHandle, (void *handle, CUevent event), CUDA_ERROR_NOT_SUPPORTED)

@@ -335,6 +335,7 @@ static CUresult launch(CUfunction function, const unsigned shape[6], CUstream ha
     NEED((uint64_t)shape[3] * shape[4] * shape[5] <= 1024, CUDA_ERROR_INVALID_VALUE);
     struct op op = {.kind = OP_KERNEL, .kernel = function->kernel};
     TRY(read_parameters(function->kernel, parameters, extra, &op.args));
+    op.args.blocks = (uint64_t)shape[0] * shape[1] * shape[2];
     return stream_submit(stream, op, false);
 }
 
