@@ -60,6 +60,15 @@ def ordinal_of(uuid: str) -> int:
     return known.index(uuid)
 
 
+def first_uuid() -> str:
+    """A GPU whose context may serve to pin memory for all."""
+    start()
+    known = device_uuids()
+    if not known:
+        raise NodeUnfit(what="there is no GPU on this node")
+    return known[0]
+
+
 def is_done(event: Any) -> bool:
     """Whether everything before the event has run; a failure of that work is raised here."""
     code = int(cuda.cuEventQuery(event)[0])
@@ -70,13 +79,12 @@ def is_done(event: Any) -> bool:
     return True
 
 
-def wait_for(event: Any, check: Check = lambda: None) -> None:
-    """Poll an event; `check` raises when nobody wants the result any more."""
-    pause_s = SHORTEST_WAIT_S
+def wait_for(event: Any, check: Check = lambda: None, *, pause_s: float = SHORTEST_WAIT_S) -> None:
+    """Poll an event, in pauses short against a copy of 32 MiB (0.6 ms); `check` raises when nobody wants the result any more."""
     while not is_done(event):
         check()
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, LONGEST_WAIT_S)
+        pause_s = max(pause_s, min(pause_s * 1.5, LONGEST_WAIT_S))
 
 
 class DeviceContext:

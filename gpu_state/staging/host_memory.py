@@ -132,24 +132,25 @@ def open_file(path: Path) -> HostMemory:
 def _make_room(descriptor: int, path: Path, size: int) -> None:
     status = os.fstatvfs(descriptor)
     free_bytes = status.f_bavail * status.f_bsize
+    no_space = NotEnoughSpace(path=path.parent, free_bytes=free_bytes, needed_bytes=size)
+    if free_bytes < size:
+        raise no_space
     try:
-        if free_bytes < size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(descriptor, size)
         if not _can_populate():
             # Slow, but a page that cannot be had must be an error here, not a SIGBUS at the first touch.
             os.posix_fallocate(descriptor, 0, size)
     except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-            raise
-        raise NotEnoughSpace(path=path.parent, free_bytes=free_bytes, needed_bytes=size) from problem
+        if problem.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise no_space from problem
+        raise
 
 
 def pool_folder(size: int, mounts: Path = Path("/proc/self/mounts")) -> Path:
     """Where a pool of that size goes: a hugetlbfs with enough free pages, else /dev/shm."""
     for line in mounts.read_text().splitlines():
         words = line.split()
-        if len(words) >= 3 and words[2] == "hugetlbfs" and _free_bytes(Path(words[1])) >= size:
+        if len(words) > 2 and words[2] == "hugetlbfs" and _free_huge_bytes(Path(words[1])) >= size:
             return Path(words[1])
     return Path("/dev/shm")  # noqa: S108 - the node's memory file system, not a temporary folder
 
@@ -159,7 +160,7 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _free_bytes(folder: Path) -> int:
+def _free_huge_bytes(folder: Path) -> int:
     try:
         status = os.statvfs(folder)
     except OSError:

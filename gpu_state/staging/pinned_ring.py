@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpu_state.staging import host_memory
+from gpu_state.staging.slots import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +36,22 @@ class PinnedRing:
     """Slots to take and give back, from any thread. A context must be current where it is made and closed."""
 
     def __init__(
-        self, expected_bytes: int, *, limit: int = DEFAULT_LIMIT, slot_bytes: int = SLOT_BYTES, check: Callable[[], None] = lambda: None
+        self,
+        expected_bytes: int,
+        *,
+        limit: int = DEFAULT_LIMIT,
+        slot_bytes: int = SLOT_BYTES,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.slot_bytes = min(slot_bytes, limit, host_memory.round_up(max(expected_bytes, 1), host_memory.HUGE_PAGE))
-        count = max(1, min(limit, max(expected_bytes, 1)) // self.slot_bytes)
+        self._limit, self._slot_limit = limit, slot_bytes
+        self._changed = threading.Condition()
+        self._make(expected_bytes, check)
+
+    def _make(self, expected_bytes: int, check: Callable[[], None]) -> None:
+        limit, slot_bytes = self._limit, self._slot_limit
+        expected_bytes = host_memory.round_up(max(expected_bytes, 1), CHUNK_BYTES)
+        self.slot_bytes = max(CHUNK_BYTES, min(slot_bytes, limit, expected_bytes) // CHUNK_BYTES * CHUNK_BYTES)
+        count = max(1, min(limit, expected_bytes) // self.slot_bytes)
         self._memory: HostMemory = host_memory.anonymous(count * self.slot_bytes)
         try:
             self._memory.touch(check=check)
@@ -48,7 +61,13 @@ class PinnedRing:
             raise
         self._free = [self._slot(n) for n in range(count)]
         self.slot_count = count
-        self._changed = threading.Condition()
+
+    def enlarge(self, expected_bytes: int, check: Callable[[], None] = lambda: None) -> None:
+        """More is going to be moved than was known: a larger ring, unless this one is in use or nearly as large."""
+        with self._changed:
+            if len(self._free) == self.slot_count and min(expected_bytes, self._limit) >= 2 * self.size:
+                self.close()
+                self._make(expected_bytes, check)
 
     @property
     def size(self) -> int:
@@ -64,8 +83,9 @@ class PinnedRing:
         """A free slot, waited for; `check` raises when there is no point in waiting."""
         with self._changed:
             while not self._free:
-                check()
-                self._changed.wait(_SLICE_S)
+                check()  # may give a slot of its own back
+                if not self._free:
+                    self._changed.wait(_SLICE_S)
             return self._free.pop()
 
     def give(self, slot: Slot) -> None:

@@ -1,0 +1,103 @@
+"""Proves, before a process lets its GPU memory go, that every allocated byte is accounted for.
+
+Pure: numbers in, a proof or InventoryMismatch out. Two things are compared on each device:
+  allocated = moved + zero + deduplicated              exactly: what the preload lists and what the data plane took
+  used by the process = allocated + driver-held + own  within a tolerance: the driver's figure, by another way
+`own` is what the driver takes for itself (contexts, kernels, local memory), which no call tells exactly; so it is bounded,
+not known. Less than nothing, or more than the bound, is memory that nobody listed. Called by staged_freeze.py before RELEASE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vgpu_errors import InventoryMismatch
+
+# A context costs 0.55 GiB on an H200 (DESIGN section 4); libraries load their kernels beside it.
+OWN_MOST_BYTES = 1536 << 20
+# The driver rounds to 2 MiB pages and the two figures are not of the same instant.
+ROUNDING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Every byte of the objects of one device, by what became of it."""
+
+    total_bytes: int
+    moved_bytes: int
+    zero_bytes: int
+    dedup_bytes: int
+
+    def to_json(self) -> dict[str, int]:
+        """The form in answers."""
+        return {name: int(getattr(self, name)) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, doc: dict[str, Any]) -> Tally:
+        """Read what the staging worker sent."""
+        return cls(*(int(doc[name]) for name in ("total_bytes", "moved_bytes", "zero_bytes", "dedup_bytes")))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInventory:
+    """What is claimed of one device. `used_bytes` is the driver's figure for all processes that freeze, None where it has none."""
+
+    uuid: str
+    allocated_bytes: int
+    driver_held_bytes: int
+    processes: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The bounds, to be stated with every proof."""
+
+    own_most_bytes: int = OWN_MOST_BYTES  # for each process
+    rounding_bytes: int = ROUNDING_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was compared; `own_bytes` is what the driver's figure leaves for the driver itself."""
+
+    uuid: str
+    tally: Tally
+    driver_held_bytes: int
+    used_bytes: int | None
+    own_bytes: int | None
+    tolerance: Tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, with the bounds that were applied."""
+        return {
+            "device": self.uuid,
+            **self.tally.to_json(),
+            "driver_held_bytes": self.driver_held_bytes,
+            "used_bytes": self.used_bytes,
+            "own_bytes": self.own_bytes,
+            "own_most_bytes": self.tolerance.own_most_bytes,
+        }
+
+
+def prove(inventory: DeviceInventory, tally: Tally, tolerance: Tolerance) -> Proof:
+    """The proof for one device, or InventoryMismatch."""
+    accounted = tally.moved_bytes + tally.zero_bytes + tally.dedup_bytes
+    if not inventory.allocated_bytes == tally.total_bytes == accounted:
+        what = f"{inventory.allocated_bytes} bytes are allocated, {tally.total_bytes} were taken, {accounted} accounted for"
+        raise InventoryMismatch(device=inventory.uuid, what=what)
+    own = _own_bytes(inventory, tolerance)
+    return Proof(inventory.uuid, tally, inventory.driver_held_bytes, inventory.used_bytes, own, tolerance)
+
+
+def _own_bytes(inventory: DeviceInventory, tolerance: Tolerance) -> int | None:
+    if inventory.used_bytes is None:
+        return None
+    listed = inventory.allocated_bytes + inventory.driver_held_bytes
+    own = inventory.used_bytes - listed
+    most = tolerance.own_most_bytes * inventory.processes + tolerance.rounding_bytes
+    if not -tolerance.rounding_bytes <= own <= most:
+        what = f"the driver says {inventory.used_bytes} bytes are in use, {listed} are listed; 0 to {most} more are plausible"
+        raise InventoryMismatch(device=inventory.uuid, what=what)
+    return own
