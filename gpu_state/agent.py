@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,11 +26,14 @@ from gpu_state.deadline import Deadline
 from gpu_state.driver_location import driver_folder
 from gpu_state.freeze import Tools
 from gpu_state.inventory import Inventory
+from gpu_state.inventory_proof import OWN_MOST_BYTES, Tolerance
 from gpu_state.leases import Journal
 from gpu_state.registration import Registration
 from gpu_state.remote_driver import RemoteDriver
 from gpu_state.server import Server
 from gpu_state.service import Service
+from gpu_state.staged_service import StagedService
+from gpu_state.staging_session import StagingWorkers
 from gpu_state.worker_pool import IDLE_S, WorkerPool
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ RUN_DIR = Path("/run/vgpu")
 IDLE_EXIT_S = 300.0
 STOP_GRACE_S = 20.0
 _TICK_S = 0.5
+_SWEEP_S = 2.0
 _FIRST_PASSED_FD = 3
 log = logging.getLogger("vgpu-agent")
 
@@ -52,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 12
     os.chdir("/")
     os.umask(0o077)
+    _raise_descriptor_limit()
     run_dir = Path(options.state_dir)
     run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
     run_dir.chmod(0o755)  # containers' folders below it are bind-mounted; the private ones are 0700 each
@@ -71,12 +77,17 @@ class Agent:
         self._grace_s: float = options.stop_grace
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_stopping = threading.Event()
+        self._last_sweep = time.monotonic()
         self._pool = WorkerPool(options.driver_dir or driver_folder(), idle_s=options.worker_idle)
         driver = RemoteDriver(self._pool)
         self._registration = Registration(run_dir)
         inventory = Inventory(driver, self._registration.registered)
-        tools = Tools(driver, inventory, self._registration, Journal(run_dir / "journal"))
-        self._service = Service(tools, self._registration, self.stop)
+        journal = Journal(run_dir / "journal")
+        tools = Tools(driver, inventory, self._registration, journal)
+        staging = StagingWorkers(options.driver_dir or driver_folder())
+        tolerance = Tolerance(own_most_bytes=options.own_most)
+        staged = StagedService(run_dir, driver, journal, self._registration, staging, tolerance=tolerance)
+        self._service = Service(tools, self._registration, staged, self.stop)
         self._server = Server(self._service)
 
     def run(self) -> int:
@@ -119,11 +130,17 @@ class Agent:
             if waiting.poll(_TICK_S * 1000):
                 self._server.accept(listener)
             self._pool.release_when_idle()
+            self._sweep()
             if may_leave and self._has_been_idle() and self._leave(listener):
                 return
 
+    def _sweep(self) -> None:
+        if time.monotonic() - self._last_sweep > _SWEEP_S:
+            self._last_sweep = time.monotonic()
+            threading.Thread(target=self._service.sweep, daemon=True, name="sweep").start()
+
     def _has_been_idle(self) -> bool:
-        if self._idle_s is None or not self._server.is_idle():
+        if self._idle_s is None or not self._server.is_idle() or self._service.has_suspended():
             return False
         return time.monotonic() - self._server.last_active >= self._idle_s
 
@@ -150,6 +167,13 @@ class Agent:
         self._pool.close()
 
 
+def _raise_descriptor_limit() -> None:
+    """Staged mode holds a descriptor for each object of every container that is frozen."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vgpu-agent", description="Freezes and thaws the GPU state of containers.")
     parser.add_argument("--on-demand", action="store_true", help="end when there has been nothing to do for a while")
@@ -157,6 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-dir", metavar="DIR", default=str(RUN_DIR), help="default: %(default)s")
     parser.add_argument("--foreground", action="store_true", help="stay attached (the agent never detaches by itself)")
     parser.add_argument("--driver-dir", metavar="DIR", help="folder of libcuda.so.1 (default: from runtime.conf)")
+    parser.add_argument(
+        "--own-most", type=int, default=OWN_MOST_BYTES, metavar="BYTES",
+        help="device memory that a process's contexts may take for themselves (default: %(default)s)",
+    )  # fmt: skip
     for name, default in (("idle-exit", IDLE_EXIT_S), ("worker-idle", IDLE_S), ("stop-grace", STOP_GRACE_S)):
         parser.add_argument(
             f"--{name}", type=float, default=default, metavar="S", help="seconds (default: %(default)s)"

@@ -8,9 +8,9 @@ A lease that `freeze` returns belongs to this connection: close it, or die, and 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import select
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ AGENT_PROGRAM = "/usr/bin/vgpu-agent"
 AGENT_LOG = "/var/log/vgpu/agent.log"
 MAX_LINE_BYTES = 4 << 20
 _POLL_S = 0.05
+_FAILED_STARTS = 3
 
 
 class AgentClient:
@@ -49,9 +50,13 @@ class AgentClient:
         deadline_s: float = 10.0,
         program: str = AGENT_PROGRAM,
     ) -> AgentClient:
-        """Connect; where nobody listens, start `vgpu-agent --on-demand` and wait for its socket until the deadline."""
+        """Connect; where nobody listens, start `vgpu-agent --on-demand` and wait for its socket until the deadline.
+
+        An agent that fails to start again and again is not waited for.
+        """
         ends_at = time.monotonic() + deadline_s
         started: int | None = None
+        failures = 0
         while True:
             try:
                 return cls(_connected(socket_path, ends_at), socket_path)
@@ -62,7 +67,11 @@ class AgentClient:
                     raise AgentUnreachable(
                         socket=socket_path, what=f"{problem.strerror or problem} after {deadline_s:g} s"
                     ) from problem
-            if started is None or _has_ended(started):
+            status = None if started is None else _status_of(started)
+            failures += bool(status)
+            if failures == _FAILED_STARTS:
+                raise AgentUnreachable(socket=socket_path, what=f"{program} ended with status {status}; {_words_at()}")
+            if started is None or status is not None:
                 # An agent that was just leaving may still hold the lock: the next try gets it.
                 started = start_agent(program, socket_path)
             time.sleep(_POLL_S)
@@ -74,6 +83,17 @@ class AgentClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def is_connected(self) -> bool:
+        """Whether there is still an agent at the other end; one that hangs counts as there."""
+        waiting = select.poll()
+        waiting.register(self._connection, select.POLLIN)
+        if not waiting.poll(0):
+            return True
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK) != b""
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Give the connection up; the agent thaws what a lease of it still holds."""
@@ -189,10 +209,20 @@ def _connected(socket_path: str, ends_at: float) -> socket.socket:
     return connection
 
 
-def _has_ended(pid: int) -> bool:
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    return True
+def _status_of(pid: int) -> int | None:
+    """How the agent ended, as a shell counts it; None while it runs, 0 where somebody else has asked already."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    code = os.waitstatus_to_exitcode(status)
+    return None if ended != pid else 128 - code if code < 0 else code
+
+
+def _words_at() -> str:
+    if os.path.exists(AGENT_LOG):  # noqa: PTH110 - no pathlib here
+        return f"{AGENT_LOG} has its words"
+    return f"its words are kept once {os.path.dirname(AGENT_LOG)} exists"  # noqa: PTH120
 
 
 def _left(ends_at: float) -> float:

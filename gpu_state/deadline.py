@@ -35,6 +35,10 @@ class Deadline:
         """A deadline for one part: `seconds` from now, or ours where that is sooner."""
         return Deadline(min(seconds, self.remaining()), why_cancelled=self._why_cancelled, clock=self._clock)
 
+    def again(self) -> Deadline:
+        """The same time from now on."""
+        return Deadline(self.seconds, why_cancelled=self._why_cancelled, clock=self._clock)
+
     def check(self, phase: str) -> None:
         """Raise where there is no time left for `phase`, or nobody who wants it."""
         if (reason := self._why_cancelled()) is not None:

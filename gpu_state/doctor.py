@@ -7,13 +7,15 @@ good, what to do. Used by that verb alone. docs/operations explains every key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from gpu_state.blockers import rule_of, sentence
 from gpu_state.driver import FIRST_VERSION_WITH_CHECKPOINT
 from gpu_state.fitness import version_tuple
+from gpu_state.preload_objects import Blocker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpu_state.node_facts import NodeFacts, RuntimeFacts
 
@@ -210,6 +212,25 @@ _BLOCKING_FILES = (
     ("/dev/dri/", "a graphics device, which CRIU cannot dump", "Use compute only."),
     ("/dev/infiniband/", "RDMA, which neither the driver nor CRIU takes along", "Close the RDMA connections first."),
 )
+
+
+def holdings(pid: int, comm: str, held: Mapping[str, Any]) -> list[Check]:
+    """What a preload library in staged mode says of its process: bytes that move, and each object that blocks."""
+    key = f"process {pid}"
+    if "problem" in held:
+        return [Check(key, "warn", f"{comm}: {held['problem']}", "Look again; a busy process answers late.")]
+    found = [Blocker.from_json(doc) for doc in held["blockers"]]
+    checks = [_blocking(key, comm, blocker) for blocker in found]
+    moved, kept = held["object_bytes"] / (1 << 30), held["driver_bytes"] / (1 << 30)
+    text = f"{comm}: {held['objects']} objects, {moved:.2f} GiB to move, {kept:.2f} GiB stay with the driver"
+    return [*checks, Check(key, "ok", text)]
+
+
+def _blocking(key: str, comm: str, blocker: Blocker) -> Check:
+    rule = rule_of(blocker.kind)
+    status: Status = "warn" if rule.is_for_driver or rule.is_passing else "fail"
+    return Check(key, status, f"{comm} holds {sentence(blocker)}", rule.remedy)
+
 
 UNSEEN = Check(
     "unseen memory",

@@ -82,6 +82,10 @@ class Worker:
             "devices": devices,
             "minors": {str(minor): name for minor, name in minors.items()},
             "process_bytes": {str(pid): size_bytes for pid, size_bytes in used.items()},
+            "device_bytes": {
+                device.uuid: {str(pid): size_bytes for pid, size_bytes in device.process_bytes.items()}
+                for device in seen.values()
+            },
         }
 
 

@@ -4,8 +4,9 @@ Reads the order of steps from top to bottom in `Freeze.run`. Does not touch the 
 Called by the `freeze` verb alone.
 
 What a crash of the agent leaves behind after each step, and who cleans up:
-1. find: nothing.
+1. find: nothing. In staged mode the memory is copied beside the running application here (staged_freeze.py, `begin`).
 2. journal: an entry without locked processes. The next agent finds them running and removes the entry.
+   staged stop: gates of staged processes are closed, their memory is held by agent and keeper. The next agent maps and opens.
 3. detach: the container's control socket is gone. The next agent makes it anew.
 4. lock: some processes block in their next CUDA call. The next agent unlocks them by the journal.
 5. checkpoint: some processes have their device memory in host memory. The next agent restores, then unlocks them.
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpu_state.deadline import Deadline
 from gpu_state.driver import ProcessState
-from gpu_state.inventory import FoundProcess, Inventory, with_state
+from gpu_state.inventory import FoundProcess, Inventory, with_modes, with_state
 from gpu_state.leases import Journal, Lease, new_lease_id
 from gpu_state.thaw import Thaw, for_each, raise_first
 from gpu_state.undo import Undo
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gpu_state.phases import Phases
     from gpu_state.processes import ProcessIdentity
     from gpu_state.remote_driver import CheckpointDriver
+    from gpu_state.staged_freeze import StagedFreeze
 
 # Time for the undo while the client waits for the answer, beside the freeze's own deadline. What is not undone by then stays
 # in the journal, and service.py goes on with it.
@@ -89,8 +91,11 @@ class Frozen:
 class Freeze:
     """One attempt to freeze a container."""
 
-    def __init__(self, order: FreezeOrder, tools: Tools, *, undo_s: float = UNDO_S) -> None:
+    def __init__(
+        self, order: FreezeOrder, tools: Tools, *, staged: StagedFreeze | None = None, undo_s: float = UNDO_S
+    ) -> None:
         self._order = order
+        self._staged = staged
         self._driver = tools.driver
         self._inventory = tools.inventory
         self._sockets = tools.sockets
@@ -98,15 +103,23 @@ class Freeze:
         self._undo_s = undo_s
         self._unanswered: set[int] = set()
 
-    def run(self, deadline: Deadline, phases: Phases) -> Frozen:
-        """Do all steps, or undo those that were done and raise."""
+    def run(self, deadline: Deadline, phases: Phases, copy_deadline: Deadline | None = None) -> Frozen:
+        """Do all steps, or undo those that were done and raise. `copy_deadline` is for what runs beside the application."""
         order = self._order
         with phases("find"):
             found = self._running(deadline)
-        lease = self._lease(found)
         with Undo() as undo:
+            if self._staged is not None:
+                undo.push(self._staged.discard)
+                self._staged.begin(found, copy_deadline or deadline, phases)
+                if not self._staged.is_empty:  # the copying took its time
+                    deadline = deadline.again()
+                    found = self._running(deadline)
+            lease = self._lease(found)
             self._journal.write(lease)
             undo.push(self._forget, undo, lease)
+            if self._staged is not None:
+                lease = self._staged.stop(found, lease, undo, deadline, phases)
             with phases("detach"):
                 undo.push(self._sockets.resume, order.container)
                 self._sockets.pause(order.container, deadline)
@@ -119,7 +132,8 @@ class Freeze:
             with phases("verify"):
                 self._verify(found, deadline)
             undo.keep()
-        return Frozen(lease, with_state(found, ProcessState.CHECKPOINTED))
+        modes = self._staged.modes() if self._staged is not None else {}
+        return Frozen(lease, with_modes(with_state(found, ProcessState.CHECKPOINTED), modes))
 
     def _running(self, deadline: Deadline) -> list[FoundProcess]:
         order = self._order

@@ -105,6 +105,14 @@ def with_state(found: list[FoundProcess], state: ProcessState) -> list[FoundProc
     return [replace(process, shown=replace(process.shown, state=state.value)) for process in found]
 
 
+def with_modes(found: list[FoundProcess], modes: Mapping[int, str]) -> list[FoundProcess]:
+    """The same processes, each with the mode in which it was frozen."""
+    return [
+        replace(process, shown=replace(process.shown, mode=modes.get(process.pid, process.shown.mode)))
+        for process in found
+    ]
+
+
 def _unreadable(container: str, held: ProcessHoldings, what: str) -> GpuProcessUnreadable:
     path = held.device_files[0] if held.device_files else "the driver library"
     return GpuProcessUnreadable(pid=held.pid, comm=held.comm, container=container, path=path, what=what)

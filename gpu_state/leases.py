@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpu_state.processes import ProcessIdentity
+from gpu_state.staged_lease import StagedPart
 from vgpu_errors import AgentRefused
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class Lease:
     processes: tuple[tuple[ProcessIdentity, str], ...]
     unfreeze_cgroup: str | None = None
     device_map: Mapping[str, str] = field(default_factory=dict)
+    staged: StagedPart | None = None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Frozen on purpose, until somebody says `resume`."""
+        return self.staged is not None and self.staged.is_suspended
 
     def to_json(self) -> dict[str, Any]:
         """The journal entry."""
@@ -46,6 +53,7 @@ class Lease:
             "processes": [{"pid": p.pid, "start_time": p.start_time, "comm": comm} for p, comm in self.processes],
             "unfreeze_cgroup": self.unfreeze_cgroup,
             "device_map": dict(self.device_map),
+            "staged": None if self.staged is None else self.staged.to_json(),
         }
 
     @classmethod
@@ -60,6 +68,7 @@ class Lease:
             processes=tuple((ProcessIdentity(p["pid"], p["start_time"]), p["comm"]) for p in doc["processes"]),
             unfreeze_cgroup=doc["unfreeze_cgroup"],
             device_map=doc["device_map"],
+            staged=StagedPart.from_json(staged) if (staged := doc.get("staged")) else None,
         )
 
 
@@ -100,6 +109,10 @@ class Journal:
                 yield Lease.from_json(json.loads(path.read_text()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
+
+    def of(self, container: str) -> Lease | None:
+        """The entry of one container."""
+        return next((lease for lease in self.entries() if lease.container == container), None)
 
     def _path(self, container: str) -> Path:
         return self._folder / f"{container}.json"

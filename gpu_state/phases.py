@@ -32,6 +32,10 @@ class Phases:
         self._taken.append((phase, seconds))
         self._tell({"event": "phase", "phase": phase, "state": "end", "seconds": seconds, "detail": detail})
 
+    def bytes(self, phase: str, done: int, total: int) -> None:
+        """Tell how far a phase that moves bytes has come."""
+        self._tell({"event": "bytes", "phase": phase, "done": done, "total": total})
+
     def to_json(self) -> list[dict[str, Any]]:
         """The form of `phases` in results."""
         return [{"phase": phase, "seconds": seconds} for phase, seconds in self._taken]

@@ -140,6 +140,7 @@ class Peer:
         """Send a request, before it the descriptors `fds` (object id, fd), and wait for its answer."""
         what = f"{kind.name} of process {self.pid}"
         with self._asking:
+            self._close_fds()
             self._answers = queue.SimpleQueue()
             self._sequence += 1
             self._may_send_fds = answer is FrameType.EXPORTED

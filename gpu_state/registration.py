@@ -178,10 +178,10 @@ class Registration:
         folder = self._containers_dir / container.id
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            _make_readable(folder)
+            # Never makes the folder: that it is there tells the shim that the container has the preload.
             _bind_short(listener, folder)
             listener.listen(64)
-        except OSError:  # the folder went away with its container; the next look decides
+        except OSError:  # a container without preload, or one that is just going; the next look decides
             listener.close()
             return
         container.listener = listener

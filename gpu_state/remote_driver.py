@@ -6,7 +6,7 @@ have a simulator of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_state.driver import NOT_READY, Device, ProcessState, version_string
@@ -30,6 +30,8 @@ class DriverNode:
     devices: tuple[Device, ...]
     minors: Mapping[int, str]
     process_bytes: Mapping[int, int]
+    # Device uuid -> host pid -> bytes: the same figures, each device by itself.
+    device_bytes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def cuda_version(self) -> str:
@@ -80,6 +82,10 @@ class RemoteDriver:
             devices=tuple(Device.from_json(entry) for entry in doc["devices"]),
             minors={int(minor): name for minor, name in doc["minors"].items()},
             process_bytes={int(pid): size_bytes for pid, size_bytes in doc["process_bytes"].items()},
+            device_bytes={
+                uuid: {int(pid): size_bytes for pid, size_bytes in used.items()}
+                for uuid, used in doc["device_bytes"].items()
+            },
         )
 
     def get_state(self, pid: int, deadline: Deadline) -> ProcessState:

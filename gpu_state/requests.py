@@ -74,6 +74,14 @@ class Args:
             return value
         raise self._refused(f"'{key}' must be true or false")
 
+    def flag_or(self, key: str, *, default: bool) -> bool:
+        """True or false; `default` where it is not given."""
+        return default if self._doc.get(key) is None else self.flag(key)
+
+    def seconds_or(self, key: str, default: float) -> float:
+        """Seconds under another name than `deadline_s`."""
+        return Args(self._verb, {"deadline_s": self._doc.get(key, default)}).deadline_s()
+
     def deadline_s(self, default: float = DEFAULT_DEADLINE_S) -> float:
         """Seconds that the client gives."""
         value = self._doc.get("deadline_s", default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
+MODE_NAME = "mode"
 ID_EXTRA = "_+.-"  # runc's own rule for container ids
 
 
@@ -34,6 +35,11 @@ def make_control_directory(run_dir: str, container_id: str) -> bool:
     _make(run_dir, 0o755)
     _make(f"{run_dir}/containers", 0o711)
     return _make(control_path(run_dir, container_id), 0o755)
+
+
+def write_mode(run_dir: str, container_id: str, mode: str) -> None:
+    """Tell the container's preload libraries how GPU memory is to be moved: "staged" or "driver"."""
+    write_atomically(f"{control_path(run_dir, container_id)}/{MODE_NAME}", mode.encode("ascii") + b"\n", 0o644)
 
 
 def remove_control_directory(run_dir: str, container_id: str) -> None:

@@ -32,13 +32,16 @@ _CONTROL_OPTIONS = (*_LIBRARY_OPTIONS, "noexec")
 class Context:
     """Where this node keeps what is mounted into the container."""
 
-    __slots__ = ("build_id", "control_source", "libc", "library_source")
+    __slots__ = ("build_id", "control_source", "libc", "library_source", "links")
 
-    def __init__(self, *, libc: str, build_id: str, library_source: str, control_source: str) -> None:
+    def __init__(
+        self, *, libc: str, build_id: str, library_source: str, control_source: str, links: dict[str, str] | None = None
+    ) -> None:
         self.libc = libc
         self.build_id = build_id
         self.library_source = library_source
         self.control_source = control_source
+        self.links = links or {}
 
 
 class RemoveOwnMounts:
@@ -54,6 +57,12 @@ class RemoveOwnMounts:
 
 
 _BINDS = {"bind", "rbind"}
+
+
+def bind_mounts(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bind mounts of a spec, by type or by option as runc and crun tell them."""
+    found = [mount for mount in spec.get("mounts") or () if isinstance(mount, dict)]
+    return [mount for mount in found if str(mount.get("type")) in _BINDS or _BINDS & set(mount.get("options") or ())]
 
 
 class AddMount:
@@ -82,9 +91,28 @@ class NameBindMounts:
 
     def apply(self, spec: dict[str, Any]) -> None:
         """Add what runc and crun would have assumed."""
-        for mount in spec.get("mounts") or ():
-            if isinstance(mount, dict) and not mount.get("type") and _BINDS & set(mount.get("options") or ()):
+        for mount in bind_mounts(spec):
+            if not mount.get("type"):
                 mount["type"] = "bind"
+
+
+class FollowLinks:
+    """Names what a bind mount's source leads to where that is a symbolic link.
+
+    The kernel follows it at a create; CRIU 4.1 does not at a restore (Debian's `podman run --init` is such a mount).
+    """
+
+    __slots__ = ("_targets",)
+
+    def __init__(self, targets: dict[str, str]) -> None:
+        self._targets = targets
+
+    def apply(self, spec: dict[str, Any]) -> None:
+        """Change the sources that are links, and no others."""
+        for mount in bind_mounts(spec):
+            source = mount.get("source")
+            if isinstance(source, str):
+                mount["source"] = self._targets.get(source, source)
 
 
 class MergePreload:
@@ -153,6 +181,7 @@ def plan_edits(spec: dict[str, Any], context: Context | None) -> list[Edit]:
     return [
         *edits,
         NameBindMounts(),
+        FollowLinks(context.links),
         AddMount(context.library_source, LIBRARY_IN_CONTAINER, _LIBRARY_OPTIONS),
         AddMount(context.control_source, CONTROL_IN_CONTAINER, _CONTROL_OPTIONS),
         MergePreload(LIBRARY_IN_CONTAINER),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 INJECT_ANNOTATION = "vgpu.snapshot/inject"
+MODE_ANNOTATION = "vgpu.snapshot/mode"
 CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 NO_DEVICES = ("", "void", "none")
 
@@ -30,6 +31,12 @@ def user_switch(spec: Mapping[str, Any]) -> bool | None:
     """What the container's annotation asks for; None where it does not say."""
     value = str(_dict(spec.get("annotations")).get(INJECT_ANNOTATION, "")).strip().lower()
     return {"true": True, "false": False}.get(value)
+
+
+def wanted_mode(spec: Mapping[str, Any]) -> str | None:
+    """How the container's GPU memory is to be moved, where its annotation says so: "staged" or "driver"."""
+    value = str(_dict(spec.get("annotations")).get(MODE_ANNOTATION, "")).strip().lower()
+    return value if value in ("staged", "driver") else None
 
 
 def is_gpu_container(spec: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from oci_hook.control_directory import control_path, is_safe_id
-from oci_hook.gpu_detection import gpu_reason, may_use_gpu, user_switch
+from oci_hook.gpu_detection import gpu_reason, may_use_gpu, user_switch, wanted_mode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -106,6 +106,11 @@ def decide(settings: Settings, spec: dict[str, Any]) -> str | None:
     return gpu_reason(spec, runtime_adds_devices="nvidia" in runtime)
 
 
+def mode_of(settings: Settings, spec: dict[str, Any]) -> str:
+    """How the container's GPU memory is moved: its annotation wins over `mode` of runtime.conf."""
+    return wanted_mode(spec) or settings.mode
+
+
 def choose_preload(settings: Settings, spec: dict[str, Any], bundle: str) -> tuple[Preload | None, str]:
     """The current build for the image's C library, and the reason in words."""
     from oci_hook.rootfs_libc import find_libc, tree_of  # noqa: PLC0415 - GPU containers alone need it
@@ -140,9 +145,22 @@ def edited_config(settings: Settings, config: bytes, container_id: str, preload:
         build_id=preload.build_id,
         library_source=preload.path,
         control_source=control_path(settings.run_dir, container_id),
+        links=_links(spec),
     )
     apply_edits(spec, plan_edits(spec, context))
     return to_bytes(spec)
+
+
+def _links(spec: dict[str, Any]) -> dict[str, str]:
+    """What the bind mounts' sources lead to, for those that are symbolic links at their last step."""
+    from oci_hook.edits import bind_mounts  # noqa: PLC0415
+
+    sources = [str(mount.get("source", "")) for mount in bind_mounts(spec)]
+    return {
+        source: os.path.realpath(source)
+        for source in sources
+        if os.path.isabs(source) and os.path.islink(source)  # noqa: PTH114, PTH117
+    }
 
 
 def without_own_edits(config: bytes) -> bytes:

@@ -11,7 +11,13 @@ from __future__ import annotations
 import os
 import sys
 
-from oci_hook.control_directory import forget_container, is_injected, is_safe_id, make_control_directory
+from oci_hook.control_directory import (
+    forget_container,
+    is_injected,
+    is_safe_id,
+    make_control_directory,
+    write_mode,
+)
 from oci_hook.settings import CONFIG_PATH, Settings, read_settings
 
 TYPE_CHECKING = False
@@ -47,12 +53,13 @@ def precreate(settings: Settings, config: bytes) -> None:
 
 def edited_for_precreate(settings: Settings, bundle: str, container_id: str, config: bytes) -> bytes:
     """The config to answer with; makes the control directory where it is a GPU container."""
-    from oci_hook.injection import plan_injection, without_own_edits  # noqa: PLC0415
+    from oci_hook.injection import mode_of, plan_injection, without_own_edits  # noqa: PLC0415
 
     injection = plan_injection(settings, bundle, container_id, config)
     if injection is None or injection.edited is None:
         return without_own_edits(config) if b"vgpu" in config else config
     make_control_directory(settings.run_dir, container_id)
+    write_mode(settings.run_dir, container_id, mode_of(settings, injection.spec))
     return injection.edited
 
 

@@ -10,6 +10,7 @@ CONFIG_PATH = "/etc/vgpu/runtime.conf"
 
 PROGRESS_FORMS = ("auto", "json", "none")
 INJECT_FORMS = ("auto", "always", "never")
+MODE_FORMS = ("driver", "staged")
 
 
 class Settings:
@@ -24,6 +25,7 @@ class Settings:
         "library_dir",
         "log",
         "low_level_runtime",
+        "mode",
         "other",
         "progress",
         "run_dir",
@@ -36,6 +38,7 @@ class Settings:
         self.deadline_checkpoint_s = 900.0
         self.progress = "auto"
         self.inject = "auto"
+        self.mode = "driver"
         self.driver_dir: str | None = None
         self.log: str | None = None
         self.run_dir = "/run/vgpu"
@@ -85,8 +88,8 @@ def _take(settings: Settings, key: str, value: str) -> str | None:
         if not value.startswith("/"):
             return f"must be an absolute path, not '{value}'"
         setattr(settings, key, value.rstrip("/") or "/")
-    elif key in ("progress", "inject"):
-        forms = PROGRESS_FORMS if key == "progress" else INJECT_FORMS
+    elif key in ("progress", "inject", "mode"):
+        forms = {"progress": PROGRESS_FORMS, "inject": INJECT_FORMS, "mode": MODE_FORMS}[key]
         if value not in forms:
             return f"must be one of {', '.join(forms)}, not '{value}'"
         setattr(settings, key, value)

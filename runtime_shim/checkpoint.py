@@ -34,13 +34,21 @@ from image_format.file_names import is_ours
 from image_format.keys import load_signing_key
 from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
-from runtime_shim import freezer, state_file
+from runtime_shim import debug_log, freezer, state_file
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
 from runtime_shim.record_building import build_record
+from runtime_shim.staged_checkpoint import StagedSide
 from runtime_shim.supervise import Shield, run_child
 from runtime_shim.target import Target, find_target
-from vgpu_errors import BadConfiguration, CheckpointFailed, NotEnoughSpace, UnsupportedRequest
+from vgpu_errors import (
+    AgentUnreachable,
+    BadConfiguration,
+    CheckpointFailed,
+    NotEnoughSpace,
+    UnsupportedRequest,
+    VgpuError,
+)
 
 if TYPE_CHECKING:
     from image_format.keys import SigningKey
@@ -70,8 +78,25 @@ def checkpoint(call: Arguments, settings: Settings, low_level: LowLevel) -> int:
     for option, reason in REFUSED.items():
         if call.has(option):
             raise UnsupportedRequest(what=reason)
-    with AgentClient.connect(deadline_s=AGENT_CALL_S) as agent:
+    refuse_user_namespace(target)
+    with AgentClient.connect(deadline_s=look_s(settings)) as agent:
         return _Checkpoint(call, settings, low_level, target, agent).run()
+
+
+def refuse_user_namespace(target: Target) -> None:
+    """CRIU dumps such a container and cannot bring it back (tests/engines, CRIU 4.1.1 and 4.2.1): do not end it."""
+    namespaces = (target.config().get("linux") or {}).get("namespaces") or ()
+    if any(namespace.get("type") == "user" for namespace in namespaces):
+        raise UnsupportedRequest(
+            what=f"{target.id} has a user namespace of its own, and CRIU cannot restore such a container: from inside "
+            "the namespace it may open neither its images nor the engine's mounts",
+            remedy="Run the container without --uidmap, --gidmap and --userns.",
+        )
+
+
+def look_s(settings: Settings) -> float:
+    """Time for a question to the agent that changes nothing."""
+    return min(AGENT_CALL_S, settings.deadline_freeze_s)
 
 
 class _Checkpoint:
@@ -92,6 +117,7 @@ class _Checkpoint:
         self.clock = PhaseLog()
         self.processes: tuple[GpuProcess, ...] = ()
         self.lease = ""
+        self.staged = StagedSide(target, settings, self.image_path, leaves_running=self.leaves_running)
 
     def run(self) -> int:
         """All steps in their order, undone from the last one back where one fails."""
@@ -113,8 +139,8 @@ class _Checkpoint:
     def prepare(self) -> SigningKey:
         """Everything that can be refused is refused here, while nothing has been touched."""
         key = load_signing_key()
-        self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=AGENT_CALL_S))
-        found = self.agent.request("inventory", {"cgroup": self.target.cgroup}, deadline_s=AGENT_CALL_S)
+        self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=look_s(self.settings)))
+        found = self.agent.request("inventory", {"cgroup": self.target.cgroup}, deadline_s=look_s(self.settings))
         gpu_bytes = sum(int(process.get("gpu_bytes") or 0) for process in found["processes"])
         self.image_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.check_space(gpu_bytes)
@@ -142,15 +168,16 @@ class _Checkpoint:
             "cgroup": self.target.cgroup,
             "deadline_s": self.settings.deadline_freeze_s,
             "unfreeze_cgroup": freezer.folder_of(self.target.cgroup),
+            **self.staged.freeze_args(),
         }
+        deadline_s = self.settings.deadline_freeze_s + self.staged.copy_s + ANSWER_S
         with self.progress.phase("freeze GPU processes"):
-            result = self.agent.request(
-                "freeze", args, deadline_s=self.settings.deadline_freeze_s + ANSWER_S, on_event=self.progress.event
-            )
+            result = self.agent.request("freeze", args, deadline_s=deadline_s, on_event=self.progress.event)
         self.lease = str(result["lease"])
         self.processes = tuple(GpuProcess.from_json(item) for item in result["processes"])
         self.clock.taken += [(str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
         undo.push(self.release, keep=False)
+        self.staged.note_freeze(result, self.progress)
 
     def dump(self, undo: Undo) -> int:
         """CRIU writes the CPU side; the status is the low-level runtime's, which has said itself what went wrong."""
@@ -188,7 +215,7 @@ class _Checkpoint:
             undo.keep()
             if not self.ends_by_criu:
                 self.end_container()
-            self.release(keep=True)
+            self.forget_lease()
 
     def end_container(self) -> None:
         """As CRIU does it: SIGKILL for all, no instruction more; then the low-level runtime forgets the container."""
@@ -201,7 +228,8 @@ class _Checkpoint:
         """A seal that fails leaves nothing that a restore would take."""
         with self.progress.phase("seal"), self.clock("seal"):
             try:
-                seal(self.image_path, self.record(), key, on_progress=self.progress.bytes)
+                vram = self.staged.collect(self.agent, self.progress, self.clock)
+                seal(self.image_path, self.record(), key, on_progress=self.progress.bytes, vram=vram)
             except BaseException as problem:
                 remove_old_seal(self.image_path)
                 if self.ends_by_criu:
@@ -211,7 +239,7 @@ class _Checkpoint:
     def record(self) -> Any:
         """The record of this checkpoint."""
         name, version = self.low_level.name, self.low_level.version()
-        return build_record(
+        record = build_record(
             container_id=self.target.id,
             bundle=self.target.bundle,
             config=read_config(Path(self.target.bundle, "config.json")),
@@ -221,15 +249,34 @@ class _Checkpoint:
             runtime=LowLevelRuntime(name, version, self.low_level.path),
             phases=[Phase(phase, seconds) for phase, seconds in self.clock.taken],
         )
+        return self.staged.with_objects(record, self.processes)
 
     def release(self, *, keep: bool) -> None:
-        """Give the lease back: the processes are gone (keep), or go on."""
-        self.agent.request(
+        """Give the lease back: the processes are gone (keep), or go on.
+
+        An agent that was killed meanwhile is started anew; it knows the lease from its journal, and whose it is.
+        """
+        try:
+            self.ask_release(self.agent, keep=keep)
+        except AgentUnreachable:
+            with AgentClient.connect(deadline_s=look_s(self.settings)) as anew:
+                self.ask_release(anew, keep=keep)
+
+    def ask_release(self, agent: AgentClient, *, keep: bool) -> None:
+        """The request itself."""
+        agent.request(
             "release",
             {"lease": self.lease, "keep": keep},
             deadline_s=self.settings.deadline_freeze_s + ANSWER_S,
             on_event=self.progress.event,
         )
+
+    def forget_lease(self) -> None:
+        """The container has ended, whatever the agent says now; its next start finds the processes gone."""
+        try:
+            self.release(keep=True)
+        except VgpuError as problem:
+            debug_log.write(self.settings, f"checkpoint {self.target.id}: {problem}")
 
     def runtime_verb(self, verb: str, *options: str) -> None:
         """A further call of the low-level runtime about this container."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 
 from oci_hook.bundle_file import BundleFile
-from oci_hook.control_directory import make_control_directory, remove_control_directory
-from oci_hook.injection import Injection, plan_injection
+from oci_hook.control_directory import make_control_directory, remove_control_directory, write_mode
+from oci_hook.injection import Injection, mode_of, plan_injection
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,10 +27,13 @@ CURRENT = "current"
 class InjectedBundle:
     """A context manager around the call; `injection` is None for a container that is left alone."""
 
-    __slots__ = ("_file", "_has_made_directory", "_settings", "_shield", "injection")
+    __slots__ = ("_file", "_has_made_directory", "_mode", "_settings", "_shield", "injection")
 
-    def __init__(self, settings: Settings, file: BundleFile, injection: Injection | None) -> None:
+    def __init__(
+        self, settings: Settings, file: BundleFile, injection: Injection | None, mode: str | None = None
+    ) -> None:
         self.injection = injection
+        self._mode = mode
         self._settings = settings
         self._file = file
         self._has_made_directory = False
@@ -45,7 +48,9 @@ class InjectedBundle:
         self._shield = Shield()
         self._shield.__enter__()
         try:
-            self._has_made_directory = make_control_directory(self._settings.run_dir, self.injection.container_id)
+            container_id = self.injection.container_id
+            self._has_made_directory = make_control_directory(self._settings.run_dir, container_id)
+            write_mode(self._settings.run_dir, container_id, self._mode or mode_of(self._settings, self.injection.spec))
             self._file.put_in(self.injection.edited)
         except BaseException:
             self._leave(has_failed=True)
@@ -79,11 +84,17 @@ class InjectedBundle:
 
 
 def injected_bundle(
-    settings: Settings, bundle: str | os.PathLike[str], container_id: str, *, preload_build: str | None = CURRENT
+    settings: Settings,
+    bundle: str | os.PathLike[str],
+    container_id: str,
+    *,
+    preload_build: str | None = CURRENT,
+    mode: str | None = None,
 ) -> InjectedBundle:
     """Decide for one bundle; nothing is changed before the context is entered.
 
     `preload_build` is for a restore: `<libc>/<build-id>` that the checkpoint was made with, None if it had no preload.
+    So is `mode`, where the checkpoint decides it.
     """
     file = BundleFile(os.path.abspath(bundle))  # noqa: PTH100
     config = file.read()
@@ -100,4 +111,4 @@ def injected_bundle(
         raise ToolMissing(
             tool=f"preload build {preload_build}", what=injection.reason if injection else "bad config.json"
         )
-    return InjectedBundle(settings, file, injection)
+    return InjectedBundle(settings, file, injection, mode)

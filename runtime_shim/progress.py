@@ -41,8 +41,15 @@ class Progress:
         seconds = time.monotonic() - self._since
         self._say({"phase": name, "state": "end", "seconds": round(seconds, 3)}, f"vgpu: {name}: {seconds:.2f} s")
 
+    def note(self, text: str) -> None:
+        """Something a user should know of, inside a phase."""
+        self._say({"phase": self._phase, "state": "note", "detail": text}, f"vgpu: {text}")
+
     def event(self, event: Mapping[str, Any]) -> None:
         """A phase event of the agent, inside the phase that asked for it."""
+        if event.get("event") == "bytes":
+            self.bytes(int(event.get("done") or 0), int(event.get("total") or 0))
+            return
         if event.get("state") != "end":
             return
         detail = {key: event[key] for key in ("phase", "state", "seconds", "detail") if key in event}

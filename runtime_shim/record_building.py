@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_state.fitness import requirements_from
 from gpu_state.node_facts import NodeFacts, RuntimeFacts
-from gpu_state.processes import GpuProcess
 from image_format import security_config
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from gpu_state.processes import GpuProcess
 
 # What names the container to its engine and its cluster; the rest of the annotations may hold secrets.
 KEPT_ANNOTATIONS = (

@@ -82,19 +82,26 @@ class _Restore:
         self.moves: dict[str, str] = {}
         self.thaw_problem: VgpuError | None = None
         self.has_thawed = False
+        self.prefill: dict[str, str] = {}
 
     def run(self) -> int:
         """Gates, CPU side, GPU side."""
         # None only under the policy allow-unsigned, for images that carry no documents of ours.
         with self.clock("verify"):
-            self.record = verify_directory(self.image_path, Policy.load()).record
-        with AgentClient.connect(deadline_s=AGENT_CALL_S) as self.agent:
+            # Packs of GPU memory are proved on the GPU, chunk by chunk, before any process sees them (prefill, thaw).
+            self.record = verify_directory(self.image_path, Policy.load(), defer_vram=True).record
+        with AgentClient.connect(deadline_s=self.look_s()) as self.agent:
             if self.record is not None:
                 with self.clock("gates"):
                     self.check_gates(self.record)
+                self.begin_prefill(self.record)
             with (
                 injected_bundle(
-                    self.settings, self.bundle, self.id, preload_build=recorded_preload(self.record)
+                    self.settings,
+                    self.bundle,
+                    self.id,
+                    preload_build=recorded_preload(self.record),
+                    mode=recorded_mode(self.record),
                 ) as self.injection,
                 self.clock("restore"),
             ):
@@ -120,13 +127,34 @@ class _Restore:
         refuse(changed, musts(found))
         self.moves = device_map(record, facts)
 
+    def begin_prefill(self, record: Record) -> None:
+        """GPU memory of staged mode is filled beside the low-level runtime's restore; `thaw` fetches it by the handle."""
+        if not any(process.mode == "staged" for process in record.processes):
+            return
+        if not self.agent.is_connected():  # killed while the CPU side came back
+            self.agent.close()
+            self.agent = AgentClient.connect(deadline_s=self.look_s())
+        seconds = self.deadline.remaining()
+        args = {
+            "container": self.id,
+            "image_path": str(self.image_path),
+            "content_root": record.content_root,
+            "device_map": self.moves,
+            "deadline_s": seconds,
+        }
+        self.prefill = {"prefill": str(self.agent.request("prefill", args, deadline_s=seconds + ANSWER_S)["handle"])}
+
     def look_at_node(self) -> tuple[NodeFacts, dict[str, int]]:
         """The node's facts with the runtime that this shim calls, and the free memory of each GPU."""
-        doc = self.agent.request("facts", deadline_s=AGENT_CALL_S)
+        doc = self.agent.request("facts", deadline_s=self.look_s())
         doc["runtime"] = {"name": self.low_level.name, "version": self.low_level.version()}
-        devices = self.agent.request("hello", deadline_s=AGENT_CALL_S)["devices"]
+        devices = self.agent.request("hello", deadline_s=self.look_s())["devices"]
         free = {str(d["uuid"]): int(d["free_bytes"]) for d in devices if d["free_bytes"] is not None}
         return NodeFacts.from_json(doc), free
+
+    def look_s(self) -> float:
+        """Time for a question to the agent that changes nothing."""
+        return min(AGENT_CALL_S, self.deadline.remaining())
 
     def restore_processes(self) -> Finished:
         """The low-level runtime's restore; without --detach it stays, so the GPU side comes back beside it."""
@@ -173,7 +201,7 @@ class _Restore:
         seconds = self.deadline.remaining()
         result = self.agent.request(
             "thaw",
-            {"container": self.id, "cgroup": cgroup, "deadline_s": seconds, "device_map": self.moves},
+            {"container": self.id, "cgroup": cgroup, "deadline_s": seconds, "device_map": self.moves, **self.prefill},
             deadline_s=seconds + ANSWER_S,
         )
         self.clock.taken += [("thaw " + str(item["phase"]), float(item["seconds"])) for item in result["phases"]]
@@ -221,6 +249,13 @@ def recorded_preload(record: Record | None) -> str | None:
         return None
     found = [requirement.value for requirement in record.requirements if requirement.key == "preload.build"]
     return str(found[0]) if found else None
+
+
+def recorded_mode(record: Record | None) -> str | None:
+    """What the container's preload libraries are told: as at the checkpoint, where one of its processes was staged."""
+    if record is None:
+        return None
+    return "staged" if any(process.mode == "staged" for process in record.processes) else "driver"
 
 
 def read_pid(path: str) -> int | None:

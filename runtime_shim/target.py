@@ -33,6 +33,12 @@ class Target:
         self.bundle = bundle
         self.state = state
 
+    def config(self) -> dict[str, Any]:
+        """Its config.json as the engine wrote it."""
+        with open(f"{self.bundle}/config.json", "rb") as file:  # noqa: PTH123
+            config: dict[str, Any] = json.load(file)
+        return config
+
     def resident_bytes(self) -> int:
         """Resident memory of all its processes: about what CRIU will write."""
         return sum(map(resident_bytes, pids_of(self.cgroup)))
@@ -47,7 +53,8 @@ def find_target(call: Arguments, low_level: LowLevel) -> Target | None:
     found = low_level.call(call.global_words, "state", container_id, deadline_s=RUNTIME_CALL_S)
     try:
         answer = json.loads(found.stdout)
-        pid, bundle = int(answer["pid"]), str(answer["bundle"])
+        # crun 1.21 names "/" for a container with a user namespace; what the engine said at the creation is right.
+        pid, bundle = int(answer["pid"]), str((state or answer)["bundle"])
     except (ValueError, KeyError, TypeError) as problem:
         raise NoSuchContainer(container=container_id) from problem
     cgroup = state_file.cgroup_of(pid)

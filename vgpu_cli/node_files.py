@@ -37,8 +37,12 @@ RUNTIME_CONF_TEXT = """\
 # Seconds that freezing the GPU side may take.
 #deadline_freeze_s = 120
 
-# Seconds that a whole checkpoint may take.
+# Seconds that the low-level runtime's part of a checkpoint may take, and copying GPU memory in staged mode.
 #deadline_checkpoint_s = 900
+
+# How GPU memory of new containers is moved: driver, staged.
+# The annotation vgpu.snapshot/mode=driver or =staged on a container wins over this.
+#mode = driver
 
 # Progress on stderr of a checkpoint: auto (only on a terminal), json (one JSON line a phase), none.
 #progress = auto

@@ -165,6 +165,7 @@ class Stage:
 
     def write_state(self, container=CONTAINER, cgroup=None):
         """What the runtime shim writes for a GPU container."""
+        self.control_socket().parent.mkdir(parents=True, exist_ok=True)  # by the shim, where it injects the preload
         folder = self.run_dir / "state"
         partial = folder / f".{container}.partial"
         doc = {"id": container, "engine": "podman", "pid": 1, "cgroup": cgroup or self.cgroup, "created": 1}

@@ -119,6 +119,7 @@ def registration(tmp_path):
     if not named:
         pytest.skip("this process lies in the root cgroup")
     registration = Registration(tmp_path)
+    (tmp_path / "containers" / "c1").mkdir()
     (tmp_path / "state" / "c1.json").write_text(json.dumps({"cgroup": named[0]}))
     registration.start()
     registration.path = str(tmp_path / "containers" / "c1" / "agent.sock")
@@ -198,6 +199,13 @@ def test_a_container_that_nobody_knows_is_paused_trivially(registration):
 @pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"cgroup": "/"}', '{"cgroup": 7}'])
 def test_a_state_file_without_a_cgroup_gets_no_socket(registration, tmp_path, state):
     (tmp_path / "state" / "c2.json").write_text(state)
+    registration.watch("c2", Deadline(5))
+    assert not (tmp_path / "containers" / "c2").exists()
+
+
+def test_a_container_without_a_control_directory_has_no_preload_and_gets_none(registration, tmp_path):
+    """The folder says to `exec` that the preload is in the container."""
+    (tmp_path / "state" / "c2.json").write_bytes((tmp_path / "state" / "c1.json").read_bytes())
     registration.watch("c2", Deadline(5))
     assert not (tmp_path / "containers" / "c2").exists()
 

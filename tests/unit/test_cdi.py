@@ -36,7 +36,12 @@ EDITS = {
                 "type": "object",
                 "required": ["hostPath", "containerPath"],
                 "additionalProperties": False,
-                "properties": {"hostPath": TEXT, "containerPath": TEXT, "options": {"type": "array", "items": TEXT}},
+                "properties": {
+                    "hostPath": TEXT,
+                    "containerPath": TEXT,
+                    "type": {"const": "bind"},
+                    "options": {"type": "array", "items": TEXT},
+                },
             },
         },
     },
@@ -104,6 +109,10 @@ def test_device_names_are_unique_and_all_has_every_gpu():
 @pytest.mark.parametrize(("names", "version"), [(["all"], "0.3.0"), (["0", "all"], "0.5.0")])
 def test_version_is_the_lowest_that_covers_the_fields(names, version):
     assert lowest_version({"devices": [{"name": name} for name in names]}) == version
+
+
+def test_a_mount_with_its_type_needs_version_0_4():
+    assert cdi_spec(FOUND[2], ())["cdiVersion"] == "0.4.0"
 
 
 def test_spec_sets_no_loader_variable():
@@ -196,7 +205,7 @@ def test_command_writes_again_after_a_driver_change(tmp_path):
     jsonschema.validate(spec, SCHEMA)
     assert [device["name"] for device in spec["devices"]] == ["0", "1", "all"]
     assert spec["containerEdits"]["mounts"] == [
-        {"hostPath": "/run/x", "containerPath": "/run/x", "options": ["rw", "bind"]}
+        {"hostPath": "/run/x", "containerPath": "/run/x", "type": "bind", "options": ["rw", "bind"]}
     ]
 
 

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tools import cli_help, errors_page
-from vgpu_errors import VgpuError, all_errors
+from oci_hook.settings import Settings, parse_settings
+from tools import cli_help, doc_examples
+from vgpu_cli.main import build_parser
+from vgpu_cli.node_files import RUNTIME_CONF_TEXT
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
-def test_error_list_is_up_to_date():
-    assert errors_page.main(["--check"]) == 0, "run 'make docs'"
-
-
 def test_help_texts_are_up_to_date():
     assert cli_help.main(["--check"]) == 0, "run 'make docs'"
-
-
-def test_error_list_has_every_class_once():
-    page = errors_page.page()
-    for cls in all_errors():
-        assert len(re.findall(rf"^\| {cls.exit_code} \| {cls.__name__} \|", page, re.MULTILINE)) == 1
-
-
-def test_class_of_no_group_is_still_listed():
-    assert errors_page.group_of(VgpuError) == ""
 
 
 def test_stale_block_is_noticed_and_mended():
@@ -48,8 +37,44 @@ def test_links_inside_the_repository_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_the_pages_are_verbs(page):
-    """A line of a shell block that begins with `vgpu` names a verb that is there."""
-    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        for verb in re.findall(r"^(?:sudo )?vgpu ([a-z-]+)", block, re.MULTILINE):
-            assert verb in cli_help.verbs(), f"{page.name}: vgpu {verb}"
+def test_every_shell_block_is_run_by_the_tests_or_says_why_not(page):
+    doc_examples.examples(str(page.relative_to(REPOSITORY)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_pages_are_ones_that_are_there(page):
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for example in doc_examples.examples(str(page.relative_to(REPOSITORY))):
+        for program, *words in map(shlex.split, example.commands):
+            if program == "vgpu":
+                build_parser(words[0]).parse_args(words)
+            if program == "make":
+                assert words[0] in targets
+
+
+def test_a_shell_block_without_a_marker_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(doc_examples, "REPOSITORY", tmp_path)
+    (tmp_path / "page.md").write_text("Do this:\n\n```sh\nrm -rf x\n```\n")
+    with pytest.raises(doc_examples.UnmarkedExample, match=r"page\.md.*\n.*rm -rf x"):
+        doc_examples.examples("page.md")
+
+
+SETTINGS = sorted(set(Settings.__slots__) - {"other"})
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_the_operations_page_has_every_setting_with_its_default(key):
+    page = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\| `{key}` \| ([^|]*) \|", page, re.MULTILINE)
+    default = getattr(Settings(), key)
+    assert found
+    if default is not None:
+        assert found[1].strip("` ") == (f"{default:g}" if isinstance(default, float) else default)
+
+
+def test_the_settings_file_of_setup_shows_every_key_with_its_default():
+    lines = re.findall(r"^#(\w+) = (.*)$", RUNTIME_CONF_TEXT, re.MULTILINE)
+    shown = parse_settings("".join(f"{key} = {value}\n" for key, value in lines), "runtime.conf")
+    assert {key for key, _ in lines} == set(SETTINGS) - {"run_dir", "library_dir"}
+    for key in ("deadline_restore_s", "deadline_freeze_s", "deadline_checkpoint_s", "inject", "mode", "progress"):
+        assert getattr(shown, key) == getattr(Settings(), key)

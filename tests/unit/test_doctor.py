@@ -14,7 +14,7 @@ from gpu_state.known_containers import known_containers
 from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from gpu_state.processes import GpuProcess, ProcessHoldings, identity_of
 from tests.unit.agent_stage import CONTAINER, Stage, cgroup2_mount, wait_until
-from vgpu_cli import container_names
+from vgpu_cli import container_names, known
 from vgpu_cli.output import Output
 from vgpu_cli.verbs import doctor as doctor_verb
 from vgpu_cli.verbs import ps
@@ -166,7 +166,7 @@ def stage():
 def told(stage, monkeypatch, capsys):
     """Runs a verb against this stage and returns its exit code and document."""
     monkeypatch.setattr(container_names, "PODMAN_SOCKET", stage.folder / "no-podman.sock")
-    for module in (ps, doctor_verb):
+    for module in (ps, known):
         monkeypatch.setattr(module, "known_containers", lambda: known_containers(stage.run_dir / "state"))
 
     def run(verb, is_json=True, **args):
@@ -200,6 +200,28 @@ def test_a_dead_agent_is_the_first_finding(told):
     assert code == 20
     assert doc["checks"][0]["key"] == "agent"
     assert "does not answer" in doc["checks"][0]["what"]
+
+
+@needs_cgroup
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_the_low_level_runtime_of_runtime_conf_is_the_one_that_is_judged(stage, told, has_agent):
+    if has_agent:
+        stage.start_agent()
+    runtime = stage.folder / "other-runc"
+    runtime.write_text("#!/bin/sh\necho runc version 1.3.6\n")
+    runtime.chmod(0o755)
+    (stage.folder / "runtime.conf").write_text(f"low_level_runtime = {runtime}\n")
+    checks = checks_of(told(doctor_verb)[1])
+    assert checks["settings"]["status"] == "ok"
+    assert checks["low-level runtime"]["what"].startswith("other-runc 1.3.6")
+
+
+@needs_cgroup
+def test_a_bad_line_of_runtime_conf_is_named(stage, told):
+    (stage.folder / "runtime.conf").write_text("inject = sometimes\n")
+    settings = checks_of(told(doctor_verb)[1])["settings"]
+    assert settings["status"] == "fail"
+    assert "inject" in settings["what"]
 
 
 @needs_cgroup

@@ -62,6 +62,24 @@ def test_a_container_gets_library_control_directory_preload_and_annotations():
     }
 
 
+def test_the_source_of_a_bind_mount_is_named_by_what_its_link_leads_to():
+    linked = Context(
+        libc="glibc",
+        build_id="ab12",
+        library_source="/l",
+        control_source="/c",
+        links={"/usr/libexec/init": "/usr/bin/init"},
+    )
+    mounts = [
+        {"destination": "/a", "type": "bind", "source": "/usr/libexec/init"},
+        {"destination": "/b", "source": "/usr/libexec/init", "options": ["rbind"]},
+        {"destination": "/c", "type": "bind", "source": "/usr/bin/other"},
+        {"destination": "/d", "type": "tmpfs", "source": "/usr/libexec/init"},
+    ]
+    sources = [mount["source"] for mount in edited({"mounts": mounts}, linked)["mounts"][:4]]
+    assert sources == ["/usr/bin/init", "/usr/bin/init", "/usr/bin/other", "/usr/libexec/init"]
+
+
 def test_the_library_can_be_executed_and_the_control_directory_can_not():
     mounts = {mount["destination"]: mount["options"] for mount in edited({})["mounts"]}
     assert "noexec" not in mounts[LIBRARY_IN_CONTAINER]

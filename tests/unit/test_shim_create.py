@@ -318,7 +318,7 @@ def test_a_rootless_engine_that_may_not_write_gets_its_container_unchanged(insta
     assert not install.run_dir.exists()
 
 
-class _Passed(Exception):  # noqa: N818 - stands for the exec that ends a call
+class _Passed(Exception):
     """A low-level runtime that notes what it would have seen."""
 
     def replace_process(self, call):

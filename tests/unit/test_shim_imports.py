@@ -18,6 +18,7 @@ ALWAYS = {
     "genericpath",
     "_collections_abc",
     "os.path",
+    "errno",  # built in; posixpath imports it from Python 3.13 on
 }
 PASS_THROUGH = {
     "oci_hook",

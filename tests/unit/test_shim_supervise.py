@@ -267,7 +267,7 @@ def test_socket_activation_names_the_child(install):
 def test_the_childs_context_is_the_engines(install, tmp_path):
     (tmp_path / "w").mkdir()
     with open(tmp_path / "a", "w") as file:
-        os.dup2(file.fileno(), 33)
+        os.dup2(file.fileno(), 233)
         done = install.call(
             "create",
             "--bundle",
@@ -275,13 +275,13 @@ def test_the_childs_context_is_the_engines(install, tmp_path):
             "c1",
             cwd=tmp_path / "w",
             env={"LANG": "C", "A": "\udcff"},
-            pass_fds=(33,),
+            pass_fds=(233,),
             stdin=subprocess.DEVNULL,
         )
-        os.close(33)
+        os.close(233)
     assert done.returncode == 0
     call = install.low_level.calls()[0]
     assert call.cwd == str(tmp_path / "w")
     assert call.group == os.getpgid(0)
     assert sorted(call.env) == [b"A=\xff", b"LANG=C"]
-    assert set(call.descriptors) == {0, 1, 2, 33}
+    assert set(call.descriptors) == {0, 1, 2, 233}

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING
 from gpu_state import doctor
 from gpu_state.client import DEFAULT_SOCKET, AgentClient
 from gpu_state.doctor import Check
-from gpu_state.known_containers import known_containers
 from gpu_state.node_facts import NodeFacts, NodeFactsError, gather
 from gpu_state.processes import GpuProcess, gpu_holdings, open_files, tracer_of
-from vgpu_errors import NoSuchContainer, VgpuError
+from oci_hook.settings import read_settings
+from vgpu_cli.known import find_container
+from vgpu_errors import VgpuError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
     from gpu_state.known_containers import KnownContainer
+    from oci_hook.settings import Settings
     from vgpu_cli.output import Output
 
 HELP = "check this node, or one container, and say what to mend"
@@ -64,13 +66,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _node_checks(args: argparse.Namespace) -> list[Check]:
-    agent, facts = _ask_agent(args)
-    local, problem = (facts, "") if facts else _look_without_agent()
+    settings, settings_check = _read_settings(Path(args.etc))
+    agent, facts = _ask_agent(args, settings.low_level_runtime)
+    local, problem = (facts, "") if facts else _look_without_agent(settings.low_level_runtime)
     nodes = sorted(
         str(path) for path in Path("/dev").glob("nvidia*") if path.name[6:7].isdigit() or path.is_char_device()
     )
     checks = [
         agent,
+        settings_check,
         doctor.driver(local, problem),
         doctor.device_nodes(nodes, len(local.devices)),
         doctor.criu(local.criu_version, local.kernel),
@@ -86,13 +90,22 @@ def _node_checks(args: argparse.Namespace) -> list[Check]:
     return [check for check in checks if check is not None]
 
 
-def _ask_agent(args: argparse.Namespace) -> tuple[Check, NodeFacts | None]:
+def _read_settings(etc: Path) -> tuple[Settings, Check]:
+    """runtime.conf, and whether every line of it can be used; a bad line stops containers with a GPU from starting."""
+    path = str(etc / "runtime.conf")
+    try:
+        return read_settings(path), Check("settings", "ok", path)
+    except VgpuError as error:
+        return read_settings(path, is_strict=False), Check("settings", "fail", error.message, error.remedy)
+
+
+def _ask_agent(args: argparse.Namespace, runtime: str | None) -> tuple[Check, NodeFacts | None]:
     if os.geteuid() != 0:
         return Check("agent", "fail", "only root can ask it", "Run 'vgpu doctor' as root."), None
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             hello = agent.request("hello", deadline_s=_AGENT_S)
-            facts = NodeFacts.from_json(agent.request("facts", deadline_s=_AGENT_S))
+            facts = NodeFacts.from_json(agent.request("facts", {"runtime": runtime}, deadline_s=_AGENT_S))
     except VgpuError as error:
         return Check("agent", "fail", error.message, error.remedy), None
     except NodeFactsError as error:
@@ -100,7 +113,7 @@ def _ask_agent(args: argparse.Namespace) -> tuple[Check, NodeFacts | None]:
     return Check("agent", "ok", f"version {hello.get('version')}, pid {hello.get('pid')}"), facts
 
 
-def _look_without_agent() -> tuple[NodeFacts, str]:
+def _look_without_agent(runtime: str | None) -> tuple[NodeFacts, str]:
     """The same looking, with a driver worker of our own; the problem with the driver, if there is one."""
     from gpu_state.deadline import Deadline  # noqa: PLC0415 - the agent's own parts, needed where it is dead
     from gpu_state.driver_location import driver_folder  # noqa: PLC0415
@@ -111,10 +124,13 @@ def _look_without_agent() -> tuple[NodeFacts, str]:
     try:
         node = RemoteDriver(pool).node(Deadline(_AGENT_S))
     except VgpuError as error:
-        return gather(driver_release=None, cuda_version=None, devices=()), error.message
+        return gather(driver_release=None, cuda_version=None, devices=(), runtime_path=runtime), error.message
     finally:
         pool.close()
-    return gather(driver_release=node.release, cuda_version=node.cuda_version, devices=node.devices), ""
+    facts = gather(
+        driver_release=node.release, cuda_version=node.cuda_version, devices=node.devices, runtime_path=runtime
+    )
+    return facts, ""
 
 
 def _criu_checks(version: str | None) -> list[Check]:
@@ -197,33 +213,29 @@ def _container_checks(args: argparse.Namespace) -> list[Check]:
     held = gpu_holdings(container.cgroup)
     if not held:
         return [Check("processes", "ok", "no process of this container uses the GPU now")]
-    checks = [_inventory_check(args, container)]
+    checks, has_unseen = _inventory_checks(args, container)
     for process in held:
         checks += doctor.blockers(process.pid, process.comm, open_files(process.pid), tracer_of(process.pid))
-    return [*checks, *_memory_space(checks), doctor.UNSEEN]
+    return [*checks, *_memory_space(checks), *([doctor.UNSEEN] if has_unseen else [])]
 
 
-def find_container(wanted: str) -> KnownContainer:
-    """The one container with that name, id or beginning of an id."""
-    from vgpu_cli.container_names import podman_names  # noqa: PLC0415 - 'vgpu doctor' alone needs no names
-
-    known = known_containers()
-    names = podman_names()
-    exact = [container for container in known if wanted in {container.id, names.get(container.id)}]
-    found = exact or [container for container in known if container.id.startswith(wanted)]
-    if len(found) != 1:
-        raise NoSuchContainer(container=wanted)
-    return found[0]
-
-
-def _inventory_check(args: argparse.Namespace, container: KnownContainer) -> Check:
-    wanted = {"container": container.id, "cgroup": container.cgroup}
+def _inventory_checks(args: argparse.Namespace, container: KnownContainer) -> tuple[list[Check], bool]:
+    """What the agent and the preload libraries say; and whether a process is left whose memory nobody can look into."""
+    wanted = {"container": container.id, "cgroup": container.cgroup, "blockers": True}
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             answer = agent.request("inventory", wanted, deadline_s=_AGENT_S)
     except VgpuError as error:
-        return Check("processes", "fail", error.message, error.remedy)
-    return judge_processes([GpuProcess.from_json(doc) for doc in answer["processes"]])
+        return [Check("processes", "fail", error.message, error.remedy)], True
+    processes = [GpuProcess.from_json(doc) for doc in answer["processes"]]
+    if answer.get("suspended"):
+        return [Check("processes", "warn", "this container is suspended", "Resume it with 'vgpu resume'.")], False
+    holdings = answer.get("holdings") or {}
+    checks = [judge_processes(processes)]
+    for process in processes:
+        if str(process.pid) in holdings:
+            checks += doctor.holdings(process.pid, process.comm, holdings[str(process.pid)])
+    return checks, any(str(process.pid) not in holdings for process in processes)
 
 
 def judge_processes(processes: Sequence[GpuProcess]) -> Check:

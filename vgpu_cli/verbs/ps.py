@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     known = known_containers()
     names = podman_names() if known else {}
     processes, problem = _processes(args, known)
-    listed = [_entry(container, names.get(container.id), processes[container.id]) for container in known]
+    listed = [_entry(container, names.get(container.id), *processes[container.id]) for container in known]
     out.json({"containers": listed, "problem": problem})
     if not known:
         out.line("No GPU containers run on this node.")
@@ -56,26 +56,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _processes(
     args: argparse.Namespace, known: Sequence[KnownContainer]
-) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
+) -> tuple[dict[str, tuple[list[dict[str, Any]], bool]], str | None]:
     if not known:
         return {}, None
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             answers = {container.id: _asked(agent, container) for container in known}
     except AgentUnreachable as error:
-        return {container.id: _from_proc(container) for container in known}, error.message
-    problems = [problem for _, problem in answers.values() if problem]
-    return {name: found for name, (found, _) in answers.items()}, "; ".join(problems) or None
+        return {container.id: (_from_proc(container), False) for container in known}, error.message
+    problems = [problem for *_, problem in answers.values() if problem]
+    return {name: (found, held) for name, (found, held, _) in answers.items()}, "; ".join(problems) or None
 
 
-def _asked(agent: AgentClient, container: KnownContainer) -> tuple[list[dict[str, Any]], str | None]:
+def _asked(agent: AgentClient, container: KnownContainer) -> tuple[list[dict[str, Any]], bool, str | None]:
     wanted = {"container": container.id, "cgroup": container.cgroup}
     try:
-        return agent.request("inventory", wanted, deadline_s=_AGENT_S)["processes"], None
+        answer = agent.request("inventory", wanted, deadline_s=_AGENT_S)
+        return answer["processes"], answer.get("suspended") is True, None
     except AgentUnreachable:
         raise
     except VgpuError as error:
-        return _from_proc(container), error.message
+        return _from_proc(container), False, error.message
 
 
 def _from_proc(container: KnownContainer) -> list[dict[str, Any]]:
@@ -86,7 +87,9 @@ def _from_proc(container: KnownContainer) -> list[dict[str, Any]]:
     return [GpuProcess(p.pid, p.ns_pid, p.comm, "unknown").to_json() for p in held if p.device_files]
 
 
-def _entry(container: KnownContainer, name: str | None, processes: list[dict[str, Any]]) -> dict[str, Any]:
+def _entry(
+    container: KnownContainer, name: str | None, processes: list[dict[str, Any]], is_suspended: bool
+) -> dict[str, Any]:
     known_bytes = [process["gpu_bytes"] for process in processes if process["gpu_bytes"] is not None]
     return {
         "id": container.id,
@@ -97,12 +100,14 @@ def _entry(container: KnownContainer, name: str | None, processes: list[dict[str
         "devices": sorted({uuid for process in processes for uuid in process["devices"]}),
         "gpu_bytes": sum(known_bytes) if known_bytes else None,
         "mode": "+".join(sorted({process["mode"] for process in processes})) or None,
+        "suspended": is_suspended,
         "last_checkpoint": container.last_checkpoint,
     }
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
-    running = [f"{p['comm']} ({p['pid']}, {p['state']})" for p in entry["processes"]]
+    suspended = "suspended" if entry["suspended"] else None
+    running = [f"{p['comm']} ({p['pid']}, {suspended or p['state']})" for p in entry["processes"]]
     size_bytes = entry["gpu_bytes"]
     return [
         entry["id"][:12],

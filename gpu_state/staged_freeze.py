@@ -1,0 +1,411 @@
+"""The staged side of a freeze: the agent takes the large memory itself, so that the driver only sees control state.
+
+Chosen per process: one with a connected preload of protocol 2 and without blockers is staged, every other is left to the driver
+with the reason stated; one that neither can take is refused before anything is stopped. Called by freeze.py, in this order:
+
+1. begin      inventory, export, rounds of copying          the application runs; a crash leaves packs without a seal
+2. stop:
+   keep       the keeper (fd_keeper.py) holds all fds       the same
+   journal    objects and store are written down            the next agent opens gates that are open already
+   rest       gates closed, contexts synchronised           the next agent opens the gates
+   prove      inventory against the driver's own figure     the same
+   final      what changed since the last round is taken    the same
+   release    unmapped and given away; addresses reserved   the next agent maps from the keeper's fds, opens
+Then the driver's lock and checkpoint follow (freeze.py). A gate is never left to itself: the undo of `rest` is pushed before it
+is asked for, and the journal names every process whose gate may be closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from gpu_state import blockers
+from gpu_state.inventory_proof import DeviceInventory, Proof, Tolerance, prove
+from gpu_state.preload_link import close_all
+from gpu_state.staged_lease import StagedPart, StagedProcess
+from gpu_state.staged_thaw import Memory, StagedThaw
+from gpu_state.thaw import for_each, raise_first
+from vgpu_errors import GpuObjectBlocks, PreloadFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gpu_state.deadline import Deadline
+    from gpu_state.fd_keeper import Keeper
+    from gpu_state.import_marks import ImportMarks
+    from gpu_state.inventory import FoundProcess
+    from gpu_state.inventory_proof import Tally
+    from gpu_state.leases import Journal, Lease
+    from gpu_state.phases import Phases
+    from gpu_state.preload_link import PreloadLink
+    from gpu_state.preload_objects import Holdings
+    from gpu_state.processes import ProcessIdentity
+    from gpu_state.remote_driver import CheckpointDriver
+    from gpu_state.staging_seam import Round, Staging
+    from gpu_state.undo import Undo
+
+CONNECT_S = 5.0
+MAX_ROUNDS = 10
+_LOOK_S = 0.02
+log = logging.getLogger("vgpu-agent")
+
+
+class Preloads(Protocol):
+    """The preload libraries of containers, as registration.py has them."""
+
+    def links(self, container: str) -> dict[int, PreloadLink]:
+        """Host pid -> the staged preload of that process."""
+        ...
+
+    def resume(self, container: str) -> None:
+        """Listen again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTools:
+    """What the staged side works with."""
+
+    preloads: Preloads
+    marks: ImportMarks
+    keeper: Callable[[str], Keeper]
+    open_store: Callable[[], Staging]
+    wants_preload: Callable[[int], bool]
+    tolerance: Tolerance
+
+
+@dataclass(slots=True)
+class StagedFigures:
+    """What is told of a staged freeze afterwards."""
+
+    reasons: dict[int, str] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    proofs: list[Proof] = field(default_factory=list)
+
+
+class StagedFreeze:
+    """The staged processes of one freeze."""
+
+    def __init__(
+        self,
+        container: str,
+        tools: StagedTools,
+        driver: CheckpointDriver,
+        journal: Journal,
+        *,
+        store: str | None,
+        is_suspend: bool = False,
+        copies_while_running: bool = True,
+        set_aside: bool = True,
+    ) -> None:
+        self._container = container
+        self._tools = tools
+        self._driver = driver
+        self._journal = journal
+        self._store = store
+        self._is_suspend = is_suspend
+        self._copies_while_running = copies_while_running
+        self._set_aside = set_aside
+        self._staging: Staging | None = None
+        self._keeper = tools.keeper(container)
+        self._known: dict[ProcessIdentity, StagedProcess] = {}
+        self._holdings: dict[ProcessIdentity, Holdings] = {}
+        self.memory = Memory(self._keeper)
+        self.figures = StagedFigures()
+        self.part: StagedPart | None = None
+        self.fragment: Path | None = None
+
+    # ---- while the application runs ----------------------------------------------------------------------
+
+    def begin(self, found: list[FoundProcess], deadline: Deadline, phases: Phases) -> None:
+        """Choose, take descriptors of all objects, and copy in rounds."""
+        if not self._may_be_staged(found):
+            self._choose(found, deadline)
+            return
+        with phases("inventory"):
+            self._await_preloads(found, deadline)
+            chosen = self._choose(found, deadline)
+        if not chosen:
+            return
+        with phases("export", f"{len(chosen)} processes"):
+            self._take(chosen, deadline)
+        if self._copies_while_running:
+            self._rounds(found, deadline, phases)
+
+    def _may_be_staged(self, found: list[FoundProcess]) -> bool:
+        links = self._tools.preloads.links(self._container)
+        return self._store is not None and any(
+            process.pid in links or self._tools.wants_preload(process.pid) for process in found
+        )
+
+    def _await_preloads(self, found: list[FoundProcess], deadline: Deadline) -> None:
+        """An agent that was just started is found by the helper threads within two seconds."""
+        soon = deadline.within(CONNECT_S)
+        while soon.remaining() > 0:
+            links = self._tools.preloads.links(self._container)
+            if all(process.pid in links or not self._tools.wants_preload(process.pid) for process in found):
+                return
+            deadline.check("waiting for the preload library to connect")
+            time.sleep(_LOOK_S)
+
+    def _choose(self, found: list[FoundProcess], deadline: Deadline) -> list[tuple[FoundProcess, Holdings]]:
+        links = self._tools.preloads.links(self._container)
+        marked = self._tools.marks.of(self._container)
+        chosen, seen = [], set()
+        for process in found:
+            link = links.get(process.pid)
+            reason, holdings = self._why_not(process, link, deadline)
+            if reason is None and link is not None and link.ns_pid in seen:
+                reason = f"another process has the same pid {link.ns_pid} in a namespace of its own"
+            if reason is None and link is not None and holdings is not None:
+                seen.add(link.ns_pid)
+                chosen.append((process, holdings))
+                continue
+            if process.identity in marked:
+                raise self._blocks(process, f"it maps memory that the agent gave it, and {reason}")
+            self.figures.reasons[process.pid] = reason or ""
+            log.info("process %s of %s is left to the driver: %s", process.pid, self._container, reason)
+        return chosen
+
+    def _why_not(
+        self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline
+    ) -> tuple[str | None, Holdings | None]:
+        """Why the process is left to the driver; raises where nobody can take it."""
+        if self._store is None:
+            return "the client names no place for its memory", None
+        if link is None:
+            wanted = self._tools.wants_preload(process.pid)
+            return "its preload library does not answer" if wanted else "it has no preload library in staged mode", None
+        if link.phase != "open":
+            raise self._blocks(process, f"its gate is not open ({link.phase}); somebody else is at work on it")
+        holdings = link.holdings(deadline)
+        if grave := blockers.grave(holdings.blockers):
+            raise self._blocks(process, "; ".join(map(blockers.sentence, grave)))
+        if left := blockers.for_driver(holdings.blockers):
+            return "; ".join(map(blockers.sentence, left)), None
+        return None, holdings
+
+    def _blocks(self, process: FoundProcess, what: str) -> GpuObjectBlocks:
+        return GpuObjectBlocks(pid=process.pid, comm=process.shown.comm, container=self._container, what=what)
+
+    def _take(self, chosen: list[tuple[FoundProcess, Holdings]], deadline: Deadline) -> None:
+        """Descriptors of objects that are new; those that the application has freed are let go."""
+        for process, holdings in chosen:
+            link = self._link(process.identity, process.shown.comm)
+            known = self._known.get(process.identity)
+            before = known.names() if known else {}
+            now = StagedProcess(process.identity, process.shown.comm, link.ns_pid, holdings.objects).names()
+            fds = link.export([held.id for name, held in now.items() if name not in before], deadline)
+            new = {name: held for name, held in now.items() if held.id in fds}
+            # An object that the application has freed since the inventory has no descriptor any more.
+            there = tuple(held for name, held in now.items() if name in before or name in new)
+            staged = StagedProcess(process.identity, process.shown.comm, link.ns_pid, there)
+            gone = [name for name in before if name not in now]
+            try:
+                self._worker().forget(gone, deadline)
+                self._worker().add(new, {name: fds[held.id] for name, held in new.items()}, deadline)
+            except BaseException:
+                close_all(fds)
+                raise
+            self.memory.forget(gone)
+            self.memory.add({name: fds[held.id] for name, held in new.items()})
+            self._known[process.identity] = staged
+
+    def _worker(self) -> Staging:
+        if self._staging is None:
+            self._staging = self._tools.open_store()
+        return self._staging
+
+    def _rounds(self, found: list[FoundProcess], deadline: Deadline, phases: Phases) -> None:
+        for number in range(MAX_ROUNDS):
+            if not self._worker().wants_another(deadline):
+                return
+            with phases("copy", f"round {number + 1}"):
+                self.figures.rounds.append(self._worker().round(deadline, phases.bytes))
+            self._refresh(found, deadline)
+
+    def _refresh(self, found: list[FoundProcess], deadline: Deadline) -> None:
+        alive = [process for process in found if process.identity in self._known and process.identity.is_alive()]
+        holdings = [(process, self._link(process.identity, "").holdings(deadline)) for process in alive]
+        self._take(holdings, deadline)
+
+    # ---- the stop ------------------------------------------------------------------------------------------
+
+    def stop(self, found: list[FoundProcess], lease: Lease, undo: Undo, deadline: Deadline, phases: Phases) -> Lease:
+        """Bring the staged processes to rest and take their memory; returns the lease that says so."""
+        known = [process for process in found if process.identity in self._known]
+        fresh = [process for process in found if process.identity not in self._known]
+        if fresh:  # processes that began to use the GPU meanwhile
+            self._take(self._choose(fresh, deadline), deadline)
+            known = [process for process in found if process.identity in self._known]
+        self._forget_ended({process.identity for process in found}, deadline)
+        if not known:
+            return lease
+        undo.push(self._bring_back, phases)
+        # Before the gates close: the keeper costs a process start, and most of what it holds is known by now.
+        self._keeper.start([process.pid for process in known])
+        self._keeper.put(self.memory.fds, deadline)
+        lease = self._note(lease)
+        with phases("rest", f"{len(known)} processes"):
+            self._each(lambda link: link.rest(deadline))
+            self._last_look(known, deadline)
+            lease = self._note(lease)
+        with phases("final copy"):
+            tallies = self._worker().final(deadline, set_aside=self._set_aside)
+        with phases("prove"):
+            self._prove(tallies, deadline)
+        with phases("release"):
+            self._each(lambda link: link.release(deadline))
+        return lease
+
+    def _last_look(self, known: list[FoundProcess], deadline: Deadline) -> None:
+        """At rest the inventory is final: objects made since the last round are taken as well."""
+        self._holdings = {
+            process.identity: self._link(process.identity, process.shown.comm).holdings(deadline) for process in known
+        }
+        for process in known:
+            if grave := blockers.grave(self._holdings[process.identity].blockers):
+                raise self._blocks(process, "; ".join(map(blockers.sentence, grave)))
+        before = set(self.memory.fds)
+        self._take([(process, self._holdings[process.identity]) for process in known], deadline)
+        for process in known:
+            self._refuse_missing(process)
+        new = {name: fd for name, fd in self.memory.fds.items() if name not in before}
+        if new:
+            self._keeper.put(new, deadline)
+
+    def _refuse_missing(self, process: FoundProcess) -> None:
+        """At rest nothing comes and goes: every object of the inventory must be in our hands."""
+        wanted, ours = self._holdings[process.identity].objects, self._known[process.identity].objects
+        missing = {held.id for held in wanted} - {held.id for held in ours}
+        if missing:
+            what = f"no descriptor came for object {min(missing)}"
+            raise PreloadFailed(pid=process.pid, request=f"EXPORT of process {process.pid}", what=what)
+
+    def _prove(self, tallies: Mapping[str, Tally], deadline: Deadline) -> None:
+        """What was taken, what is listed and what the driver counts agree, on every device."""
+        used = self._driver.node(deadline).device_bytes
+        for uuid in sorted({held.uuid for holdings in self._holdings.values() for held in holdings.objects}):
+            inventory = self._inventory_of(uuid, used.get(uuid, {}))
+            self.figures.proofs.append(prove(inventory, tallies[uuid], self._tools.tolerance))
+
+    def _inventory_of(self, uuid: str, used: Mapping[int, int]) -> DeviceInventory:
+        on_device = {
+            identity: [held.size for held in holdings.objects if held.uuid == uuid]
+            for identity, holdings in self._holdings.items()
+        }
+        sizes = {identity: sum(held) for identity, held in on_device.items() if held}
+        allocated = sum(sizes.values())
+        # The preload does not say on which device small memory lies; only with one device is it known.
+        held_bytes = sum(self._holdings[identity].driver_bytes for identity in sizes)
+        witness = sum(used.get(identity.pid, 0) for identity in sizes) or None
+        if witness is not None and self._tools.marks.of(self._container) & set(sizes):
+            # Whether the driver counts memory for a process that another process made is not known: it may count less.
+            witness = max(witness, allocated + held_bytes)
+        return DeviceInventory(uuid, allocated, held_bytes, len(sizes), witness)
+
+    def _note(self, lease: Lease) -> Lease:
+        self.part = StagedPart(tuple(self._known.values()), self._store, is_suspend=self._is_suspend)
+        lease = replace(lease, staged=self.part)
+        self._journal.write(lease)
+        return lease
+
+    def _forget_ended(self, alive: set[ProcessIdentity], deadline: Deadline) -> None:
+        for identity in self._known.keys() - alive:
+            gone = list(self._known.pop(identity).names())
+            self._worker().forget(gone, deadline)
+            self.memory.forget(gone)
+
+    def _each(self, work: Callable[[PreloadLink], object]) -> None:
+        def do(process: tuple[ProcessIdentity, str]) -> None:
+            work(self._link(*process))
+
+        processes = tuple((process.identity, process.comm) for process in self._known.values())
+        raise_first(for_each(processes, do))
+
+    def _link(self, identity: ProcessIdentity, comm: str) -> PreloadLink:
+        link = self._tools.preloads.links(self._container).get(identity.pid)
+        if link is None:
+            raise PreloadFailed(pid=identity.pid, request=f"anything of {comm}", what="its connection ended")
+        return link
+
+    def _bring_back(self, phases: Phases) -> None:
+        """The undo of all of `stop`; runs after the driver has been undone and the control socket is back."""
+        if self.part is not None:
+            self.thaw(phases).run(self.part)
+
+    # ---- afterwards ------------------------------------------------------------------------------------------
+
+    def thaw(self, phases: Phases | None = None, deadline: Deadline | None = None) -> StagedThaw:
+        """The way back, with what is in our hands."""
+        return StagedThaw(
+            self._container, self._tools.preloads, self._driver, self._tools.marks, self.memory,
+            deadline=deadline, phases=phases,
+        )  # fmt: skip
+
+    def modes(self) -> Mapping[int, str]:
+        """Host pid -> mode, of the processes that were frozen."""
+        staged = {identity.pid: "staged" for identity in self._known}
+        return staged | dict.fromkeys(self.figures.reasons, "driver")
+
+    @property
+    def is_empty(self) -> bool:
+        """No process is staged."""
+        return not self._known
+
+    def drain(self, deadline: Deadline, phases: Phases) -> Path | None:
+        """Have everything in the store, and the place of each chunk written down."""
+        if self._staging is None:
+            return None
+        with phases("drain"):
+            self._staging.drain(deadline, phases.bytes)
+            self.fragment = self._staging.write_fragment(deadline)
+        return self.fragment
+
+    def let_memory_go(self, deadline: Deadline) -> None:
+        """Give the device memory up: its content is in the store."""
+        if self._staging is not None:
+            self._staging.let_objects_go(deadline)
+        self._keeper.drop()
+        self.memory.clear()
+
+    def take_staging(self) -> Staging | None:
+        """The worker, now the caller's."""
+        staging, self._staging = self._staging, None
+        return staging
+
+    def close(self, *, keeps_store: bool) -> None:
+        """End the worker and let every descriptor go.
+
+        Only for processes that run again, or have ended, or whose content the store has.
+        """
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close(keeps_store=keeps_store)
+        self.memory.clear()
+
+    def discard(self) -> None:
+        """The undo of `begin`: nothing of this freeze is left."""
+        self.close(keeps_store=False)
+
+
+def maps_preload(pid: int) -> bool:
+    """The process has our library mapped, whether it has connected or not."""
+    try:
+        with Path(f"/proc/{pid}/maps").open(errors="replace") as lines:
+            return any(line.rstrip("\n").endswith("/libvgpu.so") for line in lines)
+    except OSError:
+        return False
+
+
+def wants_preload(mode_file: Path) -> Callable[[int], bool]:
+    """Whether a process should connect in staged mode: its container is staged, and our library is in it."""
+    try:
+        is_staged = mode_file.read_text().strip() == "staged"
+    except OSError:
+        is_staged = False
+    return lambda pid: is_staged and maps_preload(pid)

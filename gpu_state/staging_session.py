@@ -1,0 +1,223 @@
+"""The data plane as staged_freeze.py and staged_restore.py use it: one staging worker process per container at work.
+
+Puts typed calls in front of the worker's verbs (gpu_state/staging/worker.py) and knows where a store lies:
+  packs    a folder with `vgpu-pack-NNNNN.bin` and the fragment that says where each chunk is, or a sealed image
+  memory   a pool in a memory file system, which `store.json` in the store's folder names, beside the fragment
+The worker is started at first use, so that removing a store costs no process. Decides no order of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_state.inventory_proof import Tally
+from gpu_state.staging.round_policy import RoundPolicy, RoundReport
+from gpu_state.staging.slots import CHUNK_BYTES
+from gpu_state.staging.worker_client import StagingWorker, remove_uncommitted
+from gpu_state.staging_seam import Round
+from image_format.file_names import FRAGMENT_NAME, INDEX_NAME, SIGNATURE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpu_state.deadline import Deadline
+    from gpu_state.preload_objects import DeviceObject
+    from gpu_state.staging_seam import Tell
+
+POOL_NOTE = "store.json"
+POOL_PREFIX = "vgpu-suspended-"
+# What a pool has beyond the objects that are there when it is made: for those that come before the stop.
+SPARE_SHARE = 16
+SPARE_BYTES = 64 << 20
+
+
+class StagingWorkers:
+    """Starts staging workers on this node's driver."""
+
+    def __init__(self, driver_dir: str | None) -> None:
+        self._driver_dir = driver_dir
+
+    def open(self, store: str, *, kind: str) -> StagingSession:
+        """A worker for the store in this folder; `kind` "packs" or "memory" makes a new one, "" reads what is there."""
+        return StagingSession(Path(store), kind, lambda: StagingWorker(self._driver_dir))
+
+
+class StagingSession:
+    """One worker and its store."""
+
+    def __init__(self, folder: Path, kind: str, start: Callable[[], StagingWorker]) -> None:
+        self._folder = folder
+        self._kind = kind
+        self._start = start
+        self._started: StagingWorker | None = None
+        self._is_prepared = False
+        self._has_pool = False
+        self._reports: list[RoundReport] = []
+
+    # ---- out ---------------------------------------------------------------------------------------------
+
+    def add(self, objects: Mapping[str, DeviceObject], fds: Mapping[str, int], deadline: Deadline) -> None:
+        """Map the application's objects; the descriptors stay the caller's."""
+        if not objects:
+            return
+        self._prepare(objects, deadline)
+        docs = [_described(name, held) for name, held in objects.items()]
+        self._worker().send_objects(docs, [fds[name] for name in objects], deadline)
+
+    def forget(self, names: Sequence[str], deadline: Deadline) -> None:
+        """Let objects go that the application has freed."""
+        if names:
+            self._worker().request("forget", {"names": list(names)}, deadline)
+
+    def wants_another(self, deadline: Deadline) -> bool:
+        """One more round would make the stop shorter."""
+        if not self._is_prepared:
+            return False
+        facts = self._worker().request("facts", {}, deadline)
+        devices = facts["devices"]
+        room = min((int(device["aside_bytes"]) for device in devices), default=0) * len(devices)
+        return RoundPolicy().wants_another(self._reports, room)
+
+    def round(self, deadline: Deadline, tell: Tell) -> Round:
+        """Copy what has changed, beside the running application."""
+        doc = self._worker().request("round", {}, deadline, on_event=_teller(tell))
+        self._reports.append(RoundReport(**doc))
+        return Round(doc["changed_bytes"], doc["copied_bytes"], doc["seconds"])
+
+    def final(self, deadline: Deadline, *, set_aside: bool) -> Mapping[str, Tally]:
+        """Take what has changed since, all processes being at rest."""
+        if not self._is_prepared:
+            return {}
+        doc = self._worker().request("final", {"set_aside": set_aside}, deadline)
+        return {uuid: Tally.from_json(tally) for uuid, tally in doc["tally"].items()}
+
+    def drain(self, deadline: Deadline, tell: Tell) -> None:
+        """Bring everything into the store and commit it."""
+        if not self._is_prepared:
+            return
+        pool = self._worker().drain(deadline, on_event=_teller(tell))["pool"]
+        if pool is not None:
+            self._has_pool = True
+            _write(self._folder / POOL_NOTE, json.dumps({"pool": pool}))
+
+    def write_fragment(self, deadline: Deadline) -> Path | None:
+        """Write down where each chunk lies; None where there was nothing to store."""
+        if not self._is_prepared:
+            return None
+        path = self._folder / FRAGMENT_NAME
+        self._worker().request("fragment", {"path": str(path)}, deadline)
+        return path
+
+    def let_objects_go(self, deadline: Deadline) -> None:
+        """Hold no device memory any more."""
+        if self._started is not None:
+            self._worker().request("let_go", {}, deadline)
+
+    # ---- in ------------------------------------------------------------------------------------------------
+
+    def fill(self, objects: Mapping[str, DeviceObject], deadline: Deadline, tell: Tell) -> dict[str, int]:
+        """Make these objects anew from the store and prove their content on the GPU; descriptors for them, the caller's."""
+        worker = self._worker()
+        uuids = sorted({held.uuid for held in objects.values()})
+        worker.prepare(None, uuids, 0 if self._has_pool else _slot_bytes(objects), deadline)
+        docs = [_described(name, held) for name, held in objects.items()]
+        worker.request("create", {"objects": docs}, deadline)
+        worker.request("fill", self._source(), deadline, on_event=_teller(tell))
+        worker.request("verify", {}, deadline, on_event=_teller(tell))
+        return worker.export(list(objects), deadline)
+
+    def _source(self) -> dict[str, Any]:
+        if self._has_pool:  # this very worker filled it
+            return {}
+        note = _pool_of(self._folder)
+        store = {"kind": "memory", "path": note} if note else {"kind": "packs", "directory": str(self._folder)}
+        if (self._folder / SIGNATURE_NAME).exists() or not (self._folder / FRAGMENT_NAME).exists():
+            return {"store": store, "index": str(self._folder / INDEX_NAME)}
+        return {"store": store, "fragment": str(self._folder / FRAGMENT_NAME)}
+
+    # ---- always ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_usable(self) -> bool:
+        """The worker still answers."""
+        return self._started is not None and not self._started.is_over
+
+    def close(self, *, keeps_store: bool) -> None:
+        """End the worker. What it has written is removed, unless the store is kept."""
+        worker, self._started = self._started, None
+        if worker is not None:
+            worker.close(keeps_pool=keeps_store)
+        if keeps_store:
+            return
+        pool = _pool_of(self._folder)
+        if pool is not None:
+            Path(pool).unlink(missing_ok=True)
+        if not (self._folder / SIGNATURE_NAME).exists():
+            remove_uncommitted(self._folder)
+            (self._folder / FRAGMENT_NAME).unlink(missing_ok=True)
+
+    def _worker(self) -> StagingWorker:
+        if self._started is None:
+            self._started = self._start()
+        return self._started
+
+    def _prepare(self, objects: Mapping[str, DeviceObject], deadline: Deadline) -> None:
+        if self._is_prepared:
+            return
+        size = _slot_bytes(objects)
+        if self._kind == "memory":
+            _remove_stale_pools(self._folder.name)
+            name = f"{POOL_PREFIX}{self._folder.name}-{secrets.token_hex(4)}"
+            store: dict[str, Any] = {"kind": "memory", "name": name}
+            size += size // SPARE_SHARE + SPARE_BYTES
+        else:
+            store = {"kind": "packs", "directory": str(self._folder)}
+        uuids = sorted({held.uuid for held in objects.values()})
+        self._worker().prepare(store, uuids, size, deadline)
+        self._is_prepared = True
+
+
+def _remove_stale_pools(container: str) -> None:
+    """Pools of a suspend of this container that nobody finished, agent and worker having been killed together."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, folder, kind = line.split(" ")[:3]
+        if kind == "hugetlbfs" or folder == "/dev/shm":  # noqa: S108 - where host_memory.py makes them
+            for path in Path(folder).glob(f"{POOL_PREFIX}{container}-*"):
+                path.unlink(missing_ok=True)
+
+
+def _described(name: str, held: DeviceObject) -> dict[str, Any]:
+    address = held.mappings[0].va if held.mappings else 0
+    return {"name": name, "size": held.size, "uuid": held.uuid, "device": held.device, "address": hex(address)}
+
+
+def _slot_bytes(objects: Mapping[str, DeviceObject]) -> int:
+    return sum(-(-held.size // CHUNK_BYTES) * CHUNK_BYTES for held in objects.values())
+
+
+def _teller(tell: Tell) -> Callable[[dict[str, Any]], None]:
+    def hear(event: dict[str, Any]) -> None:
+        # The client that would be told may be gone; its deadline ends the work, not this thread.
+        with contextlib.suppress(OSError):
+            tell(str(event.get("phase")), int(event.get("done") or 0), int(event.get("total") or 0))
+
+    return hear
+
+
+def _pool_of(folder: Path) -> str | None:
+    try:
+        pool = json.loads((folder / POOL_NOTE).read_text())["pool"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return pool if isinstance(pool, str) else None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.touch(0o600)
+    partial.write_text(text)
+    partial.replace(path)
