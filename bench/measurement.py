@@ -1,4 +1,4 @@
-"""Writes measurement files in the one form the docs read (DESIGN section 10): rows of key, value, unit, raw.
+"""Writes measurement files in the one form the docs read (tools/measurement.schema.json): rows of key, value, unit, raw.
 
 Called by every script under bench/ and tests/gpu/; refuses a row without raw values.
 """
@@ -40,11 +40,12 @@ def write(
     name: str,
     rows: list[dict[str, Any]],
     *,
+    log: str | None = None,
     folder: pathlib.Path = FOLDER,
     gpu: str | None = None,
     driver: str | None = None,
 ) -> pathlib.Path:
-    """Write `<date>-<name>.json` into `folder`; the caller leaves its raw log beside it."""
+    """Write `<date>-<name>.json` into `folder` and what the run printed beside it; without `log` the caller does that."""
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     document = {
         "name": name,
@@ -58,8 +59,26 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{today}-{name}.json"
+    if log is not None:
+        path.with_suffix(".log").write_text(log)
     path.write_text(json.dumps(document, indent=2) + "\n")
     return path
+
+
+class Transcript:
+    """Prints a run's lines and keeps them for the log beside its measurement."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Print one line, at once."""
+        print(line, flush=True)
+        self._lines.append(line)
+
+    def text(self) -> str:
+        """All of it."""
+        return "".join(f"{line}\n" for line in self._lines)
 
 
 def module_name() -> str:

@@ -3,8 +3,9 @@
 Paired: each round runs both, in alternating order, on the same machine state; the figure is the median difference.
 The low-level runtime is a small C program that does nothing, or the one that `--runtime` names (`RT state absent`).
 The shim is installed as `vgpu setup` installs it: a byte-compiled copy, an entry script with `/usr/bin/python3 -IS`.
+Ends with 1 when a call costs more than the 25 ms that a container start may lose to it. Called by `make bench`:
 
-    python3 bench/shim_passthrough.py [--runs 200] [--python /usr/bin/python3] [--runtime /usr/bin/runc] [--json FILE]
+    python3 -m bench.shim_passthrough [--runs 200] [--python /usr/bin/python3] [--runtime /usr/bin/runc] [--write]
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -20,38 +20,55 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from bench import measurement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vgpu_errors", "oci_hook", "runtime_shim")
 NOTHING = "int main(void) { return 0; }\n"
 LIMIT_MS = 25.0
+WARMING_ROUNDS = 5
+WHATS = {
+    "pass_through": "`state`, which passes through",
+    "exec_other": "`exec` into a container that is not ours",
+    "delete_other": "`delete` of a container that is not ours",
+    "create_cpu": "`create` of a container without a GPU",
+    "create_gpu": "`create` of a container with a GPU",
+}
 BUNDLE_SPEC = {"process": {"args": ["/bin/sh"]}, "root": {"path": "rootfs"}, "linux": {}}
 
 
 def main() -> int:
     options = read_options()
+    out = measurement.Transcript()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         low_level = options.runtime or build_nothing(folder)
         shim = install_shim(folder, low_level, options.python)
-        bundles = {kind: make_bundle(folder / kind, has_gpu=kind == "gpu") for kind in ("cpu", "gpu")}
-        calls = {
-            "pass_through": ["state", "absent"],
-            "exec_other": ["exec", "absent", "true"],
-            "delete_other": ["delete", "absent"],
-        }
-        if options.runtime is None:
-            calls |= {f"create_{kind}": ["create", "--bundle", str(bundle), kind] for kind, bundle in bundles.items()}
-        rows = [measure(key, words, low_level, shim, options.runs) for key, words in calls.items()]
-    report = describe(options, low_level, rows)
-    text = json.dumps(report, indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    else:
-        print(text)
-    for row in rows:
-        print(f"{row['key']}: {row['value']:.1f} ms over {row['baseline']:.1f} ms", file=sys.stderr)
+        out.say(
+            f"{python_version(options.python)}, low-level runtime: {Path(low_level).name}, {options.runs} pairs each"
+        )
+        pairs = {key: measure(words, low_level, shim, options.runs) for key, words in calls(options, folder).items()}
+    for key, (alone, through) in pairs.items():
+        out.say(describe(key, alone, through))
+    rows = [made_row(key, alone, through) for key, (alone, through) in pairs.items()]
+    if options.write:
+        print(measurement.write("shim-passthrough", rows, log=out.text()))
     return 0 if rows[0]["value"] < LIMIT_MS else 1
+
+
+def calls(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+    """The command lines that are measured; a real low-level runtime is not asked to make a container."""
+    found = {
+        "pass_through": ["state", "absent"],
+        "exec_other": ["exec", "absent", "true"],
+        "delete_other": ["delete", "absent"],
+    }
+    if options.runtime is None:
+        bundles = {kind: make_bundle(folder / kind, has_gpu=kind == "gpu") for kind in ("cpu", "gpu")}
+        found |= {f"create_{kind}": ["create", "--bundle", str(bundle), kind] for kind, bundle in bundles.items()}
+    return found
 
 
 def read_options() -> argparse.Namespace:
@@ -59,7 +76,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--python", default="/usr/bin/python3")
     parser.add_argument("--runtime")
-    parser.add_argument("--json")
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/<date>-shim-passthrough.json")
     return parser.parse_args()
 
 
@@ -97,26 +114,33 @@ def make_bundle(folder: Path, *, has_gpu: bool) -> Path:
     return folder
 
 
-def measure(key: str, words: list[str], low_level: str, shim: str, runs: int) -> dict[str, object]:
+def measure(words: list[str], low_level: str, shim: str, runs: int) -> tuple[list[float], list[float]]:
     alone: list[float] = []
     through: list[float] = []
-    for number in range(runs + 5):
+    for number in range(runs + WARMING_ROUNDS):
         pair = [(alone, low_level), (through, shim)]
         for times, program in pair if number % 2 else reversed(pair):
             milliseconds = timed([program, *words])
-            if number >= 5:  # the first rounds warm the caches
-                times.append(milliseconds)
-    added = [with_shim - without for with_shim, without in zip(through, alone, strict=True)]
-    return {
-        "key": f"shim_{key}",
-        "what": f"`{' '.join(words[:1])}` through the shim, added time (median of paired differences)",
-        "value": round(statistics.median(added), 3),
-        "unit": "ms",
-        "raw": [round(value, 3) for value in added],
-        "baseline_what": "the same call of the low-level runtime alone",
-        "baseline": round(statistics.median(alone), 3),
-        "ratio": round(statistics.median(added) / statistics.median(alone), 3),
-    }
+            if number >= WARMING_ROUNDS:
+                times.append(round(milliseconds, 3))
+    return alone, through
+
+
+def made_row(key: str, alone: list[float], through: list[float]) -> dict[str, Any]:
+    added = [round(with_shim - without, 3) for with_shim, without in zip(through, alone, strict=True)]
+    what = f"{WHATS[key]}: time the shim adds (median of paired differences)"
+    base = "the same call of the low-level runtime alone"
+    return measurement.row(f"shim_{key}", what, "ms", added, baseline_what=base, baseline_raw=alone)
+
+
+def describe(key: str, alone: list[float], through: list[float]) -> str:
+    added = sorted(with_shim - without for with_shim, without in zip(through, alone, strict=True))
+    quarter = len(added) // 4
+    return (
+        f"{key}: alone {statistics.median(alone):.2f} ms, through the shim {statistics.median(through):.2f} ms, "
+        f"added {statistics.median(added):.2f} ms (quartiles {added[quarter]:.2f} and {added[-1 - quarter]:.2f}, "
+        f"least {added[0]:.2f}, most {added[-1]:.2f})"
+    )
 
 
 def timed(argv: list[str]) -> float:
@@ -134,19 +158,8 @@ def timed(argv: list[str]) -> float:
     return (time.perf_counter() - started) * 1000
 
 
-def describe(options: argparse.Namespace, low_level: str, rows: list[dict[str, object]]) -> dict[str, object]:
-    version = subprocess.run([options.python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "name": "shim_passthrough",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, {version}",
-        "gpu": None,
-        "driver": None,
-        "command": f"bench/shim_passthrough.py --runs {options.runs} (low-level runtime: {Path(low_level).name})",
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "rows": rows,
-    }
+def python_version(python: str) -> str:
+    return subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """How fast a checkpoint is sealed and verified, against one thread of a plain Python loop over the same files.
 
 Paired and interleaved: each round runs the baseline and every candidate once on the same files in tmpfs.
-Run as `python -m bench.verify_speed --gib 2 [--rounds 5] [--write]`. Changes nothing outside of its temporary folder.
+Changes nothing outside of its temporary folder, but for `--write`. Called by `make bench`:
+
+    python3 -m bench.verify_speed [--gib 2] [--rounds 5] [--write]
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
-from bench.measurement import FOLDER, row, write
+from bench.measurement import Transcript, row, write
 from image_format.archive import verify_archive
 from image_format.chunk_index import CHUNK_SIZE
 from image_format.keys import SigningKey
@@ -47,15 +51,21 @@ def main() -> int:
             "seal": lambda: seal(folder, record, key),
             "verify_tar": lambda: verify_archive(archive, policy),
         }
-        rates = measure(runs, options.rounds, size_bytes)
-    return report(rates, size_bytes, is_written=options.write)
+        out = Transcript()
+        rates = measure(runs, options.rounds, size_bytes, out)
+    rows = made_rows(rates, size_bytes)
+    for made in rows:
+        out.say(f"{made['what']}: {made['value']} GB/s, {made['ratio']} x the plain loop ({made['baseline']} GB/s)")
+    if options.write:
+        print(write("verify-speed", rows, log=out.text()))
+    return 0
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="write docs/measurements/<date>-verify_speed.json")
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/<date>-verify-speed.json")
     return parser.parse_args()
 
 
@@ -78,7 +88,9 @@ def plain_loop(folder: Path) -> None:
                 blake3(data).digest()
 
 
-def measure(runs: dict, rounds: int, size_bytes: int) -> dict[str, list[float]]:
+def measure(
+    runs: dict[str, Callable[[], object]], rounds: int, size_bytes: int, out: Transcript
+) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -87,11 +99,11 @@ def measure(runs: dict, rounds: int, size_bytes: int) -> dict[str, list[float]]:
             started = time.perf_counter()
             run()
             rates[name].append(round(size_bytes / (time.perf_counter() - started) / 1e9, 3))
-            print(f"round {number} {name}: {rates[name][-1]} GB/s", flush=True)
+            out.say(f"round {number} {name}: {rates[name][-1]} GB/s")
     return rates
 
 
-def report(rates: dict[str, list[float]], size_bytes: int, *, is_written: bool) -> int:
+def made_rows(rates: dict[str, list[float]], size_bytes: int) -> list[dict[str, Any]]:
     whats = {
         "verify_1": "verify a directory, 1 thread",
         "verify": "verify a directory, a thread for each core",
@@ -99,15 +111,10 @@ def report(rates: dict[str, list[float]], size_bytes: int, *, is_written: bool) 
         "verify_tar": "verify an uncompressed archive, a thread for each core",
     }
     base = f"single-threaded BLAKE3 loop in Python over the same {size_bytes / 1e9:.2f} GB in tmpfs"
-    rows = [
+    return [
         row(f"verify_speed_{key}", what, "GB/s", rates[key], baseline_what=base, baseline_raw=rates["plain_loop"])
         for key, what in whats.items()
     ]
-    for entry in rows:
-        print(f"{entry['what']}: {entry['value']} GB/s, {entry['ratio']} x the plain loop ({entry['baseline']} GB/s)")
-    if is_written:
-        print(write("verify_speed", rows, folder=FOLDER))
-    return 0
 
 
 if __name__ == "__main__":

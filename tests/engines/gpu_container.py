@@ -16,46 +16,42 @@ if TYPE_CHECKING:
 
 RUNTIME = "vgpu-runtime"
 OUT = "/tmp/steps"
-DEVICE = "vgpu.snapshot/gpu=all"
+DEVICES = "vgpu.snapshot/gpu"
+DEVICE = f"{DEVICES}=all"
 STEP = re.compile(r"(?:process (?P<process>\d+) )?step (?P<step>\d+) .*\bok$")
 
 
 class GpuContainer:
     """One container on one host."""
 
-    def __init__(self, host: TestHost, name: str = "counter") -> None:
+    def __init__(self, host: TestHost, name: str = "counter", *, out: str = OUT) -> None:
         self.host = host
         self.name = name
+        self.out = out
 
     def start(
-        self, image: str, *, mib: int = 16, processes: int = 1, interval_ms: int = 50, options: Sequence[str] = ()
+        self,
+        image: str,
+        *,
+        mib: int = 16,
+        processes: int = 1,
+        interval_ms: int = 50,
+        options: Sequence[str] = (),
+        program: Sequence[str] = (),
+        runtime: str = RUNTIME,
+        device: str = "all",
     ) -> GpuContainer:
-        """`podman run -d` with the counter in it."""
-        program = ["counter", "--out", OUT, "--mib", str(mib), "--interval", str(interval_ms)]
+        """`podman run -d` with the counter in it, or with another program that writes such steps."""
+        counter = ["counter", "--out", self.out, "--mib", str(mib), "--interval", str(interval_ms)]
         if processes > 1:
-            program += ["--processes", str(processes)]
-        self.host.run(
-            [
-                "podman",
-                "run",
-                "-d",
-                "--runtime",
-                RUNTIME,
-                "--device",
-                DEVICE,
-                "--name",
-                self.name,
-                *options,
-                image,
-                *program,
-            ],
-            timeout=90,
-        )
+            counter += ["--processes", str(processes)]
+        run = ["podman", "run", "-d", "--runtime", runtime, "--device", f"{DEVICES}={device}", "--name", self.name]
+        self.host.run([*run, *options, image, *(program or counter)], timeout=90)
         return self
 
     def lines(self) -> list[str]:
         """What the program has written so far."""
-        done = self.host.run(["podman", "exec", self.name, "cat", OUT], check=False)
+        done = self.host.run(["podman", "exec", self.name, "cat", self.out], check=False)
         return [line for line in done.stdout.splitlines() if line.strip()]
 
     def step(self) -> int:

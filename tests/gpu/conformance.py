@@ -7,29 +7,69 @@ Called by tests/native/test_driver_conformance.py (software driver) and tests/gp
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 PROGRAM = """
-import sys, time
+import os, socket, subprocess, sys, time
 import cuda.bindings.driver as cuda
 what = sys.argv[1]
+size = 2 << 20
+fd_type = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+def good(answer):
+    assert int(answer[0]) == 0, answer
+    return answer[-1]
+def properties():
+    wanted = cuda.CUmemAllocationProp()
+    wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.requestedHandleTypes = fd_type
+    wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    return wanted
+def map_whole(handle):
+    address = good(cuda.cuMemAddressReserve(size, 0, 0, 0))
+    good(cuda.cuMemMap(address, size, 0, handle, 0))
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    good(cuda.cuMemSetAccess(address, size, [access], 1))
 if what != "loaded":
     cuda.cuInit(0)
-if what in ("context", "memory", "managed"):
+if what in ("context", "memory", "managed", "forked", "exporter", "importer"):
     _, context = cuda.cuDevicePrimaryCtxRetain(0)
     cuda.cuCtxSetCurrent(context)
 if what == "memory":
     kept = cuda.cuMemAlloc(1 << 22)
 if what == "managed":
     kept = cuda.cuMemAllocManaged(1 << 20, 1)
-print("ready", flush=True)
+if what == "importer":
+    ours, theirs = socket.socketpair()
+    exporter = subprocess.Popen([sys.executable, "-c", sys.argv[2], "exporter", "", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    fd = socket.recv_fds(ours, 1, 1)[1][0]
+    map_whole(good(cuda.cuMemImportFromShareableHandle(fd, fd_type)))
+    os.close(fd)
+    exporter.kill()
+    exporter.wait()
+if what == "exporter":
+    handle = good(cuda.cuMemCreate(size, properties(), 0))
+    socket.send_fds(socket.socket(fileno=int(sys.argv[3])), [b"x"], [int(good(cuda.cuMemExportToShareableHandle(handle, fd_type, 0)))])
+    time.sleep(60)
+if what == "forked" and (child := os.fork()):
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    sys.exit()
+print(os.getpid(), flush=True)
 time.sleep(120)
 """
 NO_SUCH_PID = 4_194_000
+NO_ANSWER = -1
+WAITED_S = 0.5
 
 #: question -> (result code, state afterwards or None where there is none)
 EXPECTED: dict[str, tuple[int, int | None]] = {
@@ -56,6 +96,12 @@ EXPECTED: dict[str, tuple[int, int | None]] = {
     "managed memory: checkpoint": (801, 1),
     "managed memory: restore": (401, 1),
     "managed memory: unlock": (0, 0),
+    "state of a child forked without exec": (3, None),
+    "imported memory: checkpoint": (0, 2),
+    "imported memory: restore": (801, 2),
+    "imported memory: unlock": (401, 2),
+    "state of a stopped process": (NO_ANSWER, None),
+    "state of a stopped process that goes on": (0, 0),
 }
 
 
@@ -122,21 +168,34 @@ def answers() -> dict[str, tuple[int, int | None]]:
         found["managed memory: checkpoint"] = after(pid, checkpoint)
         found["managed memory: restore"] = after(pid, restore)
         found["managed memory: unlock"] = after(pid, unlock)
+    with program("forked") as pid:
+        found["state of a child forked without exec"] = state(pid)
+    with program("importer") as pid:
+        lock(pid)
+        found["imported memory: checkpoint"] = after(pid, checkpoint)
+        found["imported memory: restore"] = after(pid, restore)
+        found["imported memory: unlock"] = after(pid, unlock)
+    with program("memory") as pid, ThreadPoolExecutor(1) as thread:
+        os.kill(pid, signal.SIGSTOP)
+        late = thread.submit(state, pid)
+        time.sleep(WAITED_S)
+        found["state of a stopped process"] = late.result() if late.done() else (NO_ANSWER, None)
+        os.kill(pid, signal.SIGCONT)
+        found["state of a stopped process that goes on"] = late.result(timeout=10)
     return found
 
 
 @contextmanager
 def program(what: str) -> Iterator[int]:
-    """A process that has gone as far with CUDA as `what` says."""
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, what], stdout=subprocess.PIPE, text=True) as child:
+    """The pid of a process that has gone as far with CUDA as `what` says."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, what, PROGRAM], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        said = next((line for line in child.stdout if line.strip().isdigit()), "0")
         try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.strip() == "ready":
-                    break
-            yield child.pid
+            yield int(said)
         finally:
-            child.kill()
+            for pid in {int(said), child.pid} - {0}:
+                os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Looks for pauses of podman itself on this machine: a plain container started under several conditions, each timed.
 
-FACTS of an earlier set-up had 10 s at each spec generation. Where a start takes longer than `--slow` seconds it is done
+An earlier set-up had 10 s at each spec generation (docs/decisions/0004-podman-pauses.md). Where a start takes longer than `--slow` seconds it is done
 again under strace, and the longest waits are printed with the call that waited. Changes nothing on the machine.
 """
 

@@ -262,7 +262,7 @@ class TestHost:
         return project.python_version(self.root_image)
 
 
-class CommandFailed(AssertionError):  # noqa: N818 - named like the error tree, by what happened
+class CommandFailed(AssertionError):
     """A command in a test host ended with a status that the test did not expect."""
 
     def __init__(self, host: str, done: subprocess.CompletedProcess) -> None:

@@ -29,7 +29,7 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 LEFT_OUT = ("man", "doc", "locale", "info", "lintian", "bug")
 
 
-class HostUnavailable(Exception):  # noqa: N818 - named like the error tree, by what happened
+class HostUnavailable(Exception):
     """A test host could not be built or entered; the message says why."""
 
 

@@ -16,6 +16,10 @@ from pathlib import Path
 
 MAGIC = 0x55504756
 HELLO, WELCOME, DETACH, DETACHED, PING, PONG = range(1, 7)
+INVENTORY, INVENTORY_IS, EXPORT, EXPORTED, REST, RESTED, RELEASE, RELEASED, MAP, MAPPED, OPEN, FAILED, FDS, OPENED = range(
+    10, 24
+)
+FDS_A_FRAME = 200
 HEADER = struct.Struct("<IHHII")
 
 
@@ -26,12 +30,19 @@ class Peer:
         self.connection = connection
         self.frames: queue.Queue[tuple[int, int, dict] | None] = queue.Queue()
         self.hello: dict = {}
+        self.version = 1
+        self.sequence = 100
+        self.descriptors: list[int] = []
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.pid, self.uid, _ = struct.unpack("3i", credentials)
 
-    def send(self, kind, sequence=0, payload=b"{}", *, magic=MAGIC, version=1, claimed=None):
+    def send(self, kind, sequence=0, payload=b"{}", *, magic=MAGIC, version=None, claimed=None, fds=()):
         size = len(payload) if claimed is None else claimed
-        self.connection.sendall(HEADER.pack(magic, version, kind, size, sequence) + payload)
+        header = HEADER.pack(magic, self.version if version is None else version, kind, size, sequence)
+        if fds:
+            socket.send_fds(self.connection, [header], list(fds))
+            header = b""
+        self.connection.sendall(header + payload)
 
     def expect(self, kind, deadline_s=5.0):
         """The next frame, which must be of this type; gives its sequence and payload."""
@@ -39,6 +50,57 @@ class Peer:
         assert frame is not None, "the connection ended"
         assert frame[0] == kind
         return frame[1:]
+
+    def ask(self, kind, payload=None, deadline_s=10.0):
+        """Send a request of version 2; the type and payload of the next frame that answers it."""
+        self.sequence += 1
+        self.send(kind, self.sequence, json.dumps(payload or {}).encode())
+        return self.answer(deadline_s)
+
+    def answer(self, deadline_s=10.0):
+        frame = self.frames.get(timeout=deadline_s)
+        assert frame is not None, "the connection ended"
+        assert frame[1] == self.sequence
+        return frame[0], frame[2]
+
+    def ask_for(self, wanted, kind, payload=None, deadline_s=10.0):
+        found, answer = self.ask(kind, payload, deadline_s)
+        assert found == wanted, (found, answer)
+        return answer
+
+    def inventory(self):
+        return self.ask_for(INVENTORY_IS, INVENTORY)
+
+    def export(self, ids=None):
+        """A descriptor for each object, which the caller closes."""
+        found = {}
+        kind, answer = self.ask(EXPORT, {"objects": ids})
+        while kind == FDS:
+            assert len(answer["objects"]) <= FDS_A_FRAME
+            found.update((id, self.descriptors.pop(0)) for id in answer["objects"])
+            kind, answer = self.answer()
+        assert (kind, answer) == (EXPORTED, {"count": len(found)})
+        return found
+
+    def rest(self, deadline_ms=5000):
+        return self.ask_for(RESTED, REST, {"deadline_ms": deadline_ms})
+
+    def release(self):
+        return self.ask_for(RELEASED, RELEASE)
+
+    def give(self, fds):
+        """The descriptors, without MAP."""
+        items = list(fds.items())
+        for at in range(0, len(items), FDS_A_FRAME):
+            part = dict(items[at : at + FDS_A_FRAME])
+            self.send(FDS, 1, json.dumps({"objects": list(part)}).encode(), fds=part.values())
+
+    def map(self, fds):
+        self.give(fds)
+        return self.ask_for(MAPPED, MAP, {"objects": list(fds)})
+
+    def open_gate(self):
+        return self.ask_for(OPENED, OPEN)
 
     def wait_end(self, deadline_s=5.0):
         while self.frames.get(timeout=deadline_s) is not None:
@@ -53,7 +115,9 @@ class Peer:
         with contextlib.suppress(OSError):
             while (header := self._exactly(HEADER.size)) is not None:
                 magic, version, kind, size, sequence = HEADER.unpack(header)
-                assert (magic, version) == (MAGIC, 1)
+                assert magic == MAGIC
+                assert version == self.version or kind == HELLO
+                self.version = version
                 payload = self._exactly(size)
                 if payload is None:
                     break
@@ -63,7 +127,8 @@ class Peer:
     def _exactly(self, size):
         content = b""
         while len(content) < size:
-            piece = self.connection.recv(size - len(content))
+            piece, descriptors, _, _ = socket.recv_fds(self.connection, size - len(content), 253)
+            self.descriptors += descriptors
             if not piece:
                 return None
             content += piece
@@ -134,5 +199,5 @@ class AgentDouble:
         assert kind == HELLO
         if self.welcomes:
             with contextlib.suppress(OSError):
-                peer.send(WELCOME, payload=b'{"protocol":1}')
+                peer.send(WELCOME, payload=b'{"protocol":%d}' % peer.version)
         self.arrivals.put(peer)

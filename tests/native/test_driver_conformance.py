@@ -20,6 +20,12 @@ def test_software_driver_gives_the_real_drivers_answers(tmp_path):
         "SOFTWARE_GPU_NODE_DIR": str(tmp_path / "dev"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.conformance"], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tests.gpu.conformance"],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,7 +25,7 @@ from tests.software_gpu.devices import make_devices
 
 MIB = 1 << 20
 CHILD = Path(__file__).with_name("software_driver_child.py")
-RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+RUNNING, LOCKED, CHECKPOINTED = range(3)
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 2, 3, 100, 101
 OPERATING_SYSTEM, ILLEGAL_STATE, NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = (
     304,
@@ -832,11 +832,54 @@ def test_imported_memory_lets_itself_be_checkpointed_and_then_the_process_is_los
     _, importer = share(node)
     caller = node.caller()
     caller.run(f"freeze({importer.pid})")
-    assert caller.run(f"result = restore({importer.pid})") == NOT_SUPPORTED
-    assert caller.run(f"result = code(d.cuCheckpointProcessUnlock({importer.pid}, None))") == ILLEGAL_STATE
-    assert caller.run(f"result = state({importer.pid})") == FAILED
+    assert not device_files(importer.pid, node)
+    for _ in range(2):
+        assert caller.run(f"result = restore({importer.pid})") == NOT_SUPPORTED
+        assert caller.run(f"result = code(d.cuCheckpointProcessUnlock({importer.pid}, None))") == ILLEGAL_STATE
+        assert caller.run(f"result = state({importer.pid})") == CHECKPOINTED
+        assert len(device_files(importer.pid, node)) == 2  # the devices are held again, each once
     importer.send("result = read(p, 4)")
     assert not importer.is_answering(0.2)
+
+
+def test_the_state_of_a_stopped_process_is_told_when_it_goes_on(node):
+    target, caller, other = node.target(), node.caller(), node.caller()
+    os.kill(target.pid, signal.SIGSTOP)
+    try:
+        caller.send(f"result = state({target.pid})")
+        other.send(f"result = state({target.pid})")
+        assert not caller.is_answering(0.3)
+        assert not other.is_answering(0)
+    finally:
+        os.kill(target.pid, signal.SIGCONT)
+    assert caller.receive() == other.receive() == RUNNING
+
+
+def test_a_lock_of_a_stopped_process_waits_past_its_time_out_and_comes_when_it_goes_on(node):
+    target, caller = node.target(), node.caller()
+    os.kill(target.pid, signal.SIGSTOP)
+    try:
+        caller.send(f"result = code(d.cuCheckpointProcessLock({target.pid}, lock_args(50)))")
+        assert not caller.is_answering(0.4)
+    finally:
+        os.kill(target.pid, signal.SIGCONT)
+    assert caller.receive() == 0
+    assert caller.run(f"result = state({target.pid})") == LOCKED
+
+
+def test_the_state_of_a_process_that_waits_for_its_lock_is_told(node, ptx):
+    target = node.target(f"k = kernels({ptx!r}); s = ok(d.cuStreamCreate(1))")
+    locking, asking = node.caller(), node.caller()
+    target.run("ok(launch(k['vgpu_spin_ms'], s, 1500))")
+    locking.send(f"result = code(d.cuCheckpointProcessLock({target.pid}, lock_args(5000)))")
+    time.sleep(0.2)
+    assert asking.run(f"result = state({target.pid})", within_s=1) == RUNNING
+    assert locking.receive() == 0
+
+
+def device_files(pid, node):
+    links = (os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd"))
+    return [link for link in links if link.startswith(str(node.directory))]
 
 
 def test_a_process_that_released_its_imports_can_be_restored(node):

@@ -29,7 +29,9 @@ def main() -> int:
     out.write(json.dumps({"ready": True, "bytes": torch.cuda.memory_allocated()}) + "\n")
     while not args.gate.exists():
         decoder.run(args.idle_tokens, lambda _step, _token: None)
-    second = decoder.run(args.tokens, lambda step, token: write(out, 2, step, token), until=args.gate.with_suffix(".stop"))
+    second = decoder.run(
+        args.tokens, lambda step, token: write(out, 2, step, token), until=args.gate.with_suffix(".stop")
+    )
     is_right = second == first[: len(second)] and padding.is_right()
     out.write(json.dumps({"done": True, "ok": is_right, "tokens": len(second)}) + "\n")
     return 0 if is_right else 3

@@ -1,8 +1,11 @@
 /* cuCheckpointProcess*: steers another process (or this one) through its control block.
  *
- * Answers as measured on driver 580.159.04 (H200): a process without initialised CUDA, plain or with the library only loaded, gives
- * CUDA_ERROR_NOT_INITIALIZED; a pid that is no process gives CUDA_ERROR_OPERATING_SYSTEM. Assumed, not measured: the second also for a
- * process that this one may not read, or that dies during the call. The caller must itself have called cuInit. None of these calls passes the gate: a locked process may still be asked about, and a process may lock itself from a thread of its own.
+ * Answers as measured on driver 580.159.04 (H200): a process without initialised CUDA (plain, with the library only loaded, or
+ * forked from one that uses CUDA) gives CUDA_ERROR_NOT_INITIALIZED; a pid that is no process gives CUDA_ERROR_OPERATING_SYSTEM; of a
+ * stopped or frozen process every call waits until it runs again, a lock past its time-out too.
+ * Assumed, not measured: CUDA_ERROR_OPERATING_SYSTEM also for a process that this one may not read, or that dies during the call.
+ * The caller must itself have called cuInit. None of these calls passes the gate: a locked process may still be asked about, and a
+ * process may lock itself from a thread of its own.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -83,6 +86,7 @@ static CUresult wait_for_answer(int pid, uint64_t address, uint32_t number)
     do { /* ends when the process answers or is gone; the caller's own deadline is timeoutMs */
         nanosleep(&pause, NULL);
         NEED(read_target(pid, address, &block, sizeof block), CUDA_ERROR_OPERATING_SYSTEM);
+        NEED(block.initialised, CUDA_ERROR_NOT_INITIALIZED);
     } while (block.answer_number != number);
     return block.result;
 }
@@ -111,12 +115,27 @@ static CUresult ask(int pid, const struct control_request *request)
     return rc;
 }
 
+/* Two that ask at once may take the same number; one look of the target answers both. */
+static CUresult wait_until_told(int pid, uint64_t address, struct control_block *block)
+{
+    struct timespec pause = {0, 500000};
+    uint32_t number = block->question_number + 1;
+    NEED(write_target(pid, address + offsetof(struct control_block, question_number), &number, sizeof number), CUDA_ERROR_OPERATING_SYSTEM);
+    do { /* ends when the process runs or is gone */
+        nanosleep(&pause, NULL);
+        NEED(read_target(pid, address, block, sizeof *block), CUDA_ERROR_OPERATING_SYSTEM);
+        NEED(block->initialised, CUDA_ERROR_NOT_INITIALIZED); /* a child that was only just forked */
+    } while ((int32_t)(block->told_number - number) < 0);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuCheckpointProcessGetState(int pid, CUprocessState *state)
 {
     struct control_block block;
     uint64_t address;
     NEED(state, CUDA_ERROR_INVALID_VALUE);
     TRY(locate(pid, &address, &block));
+    TRY(wait_until_told(pid, address, &block));
     *state = (CUprocessState)block.state;
     return CUDA_SUCCESS;
 }

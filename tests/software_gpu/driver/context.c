@@ -187,8 +187,28 @@ API(cuCtxGetStreamPriorityRange, (int *least, int *greatest), (least, greatest))
 
 REFUSED(cuCtxGetLimit, (size_t *value, int limit), CUDA_ERROR_UNSUPPORTED_LIMIT)
 REFUSED(cuCtxSetLimit, (int limit, size_t value), CUDA_ERROR_UNSUPPORTED_LIMIT)
-REFUSED(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
-REFUSED(cuCtxDisablePeerAccess, (CUcontext peer), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+/* Counted only: any device of this driver can touch any memory. What can be asked is what VMM mappings say. */
+static bool peer_enabled[MAX_DEVICES][MAX_DEVICES];
+
+static CUresult set_peer(CUcontext peer, bool wanted, CUresult otherwise)
+{
+    CUcontext context = context_current();
+    NEED(context && peer && context_is_valid(peer), CUDA_ERROR_INVALID_CONTEXT);
+    NEED(context->device != peer->device, CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    pthread_mutex_lock(&driver_lock);
+    bool *enabled = &peer_enabled[context->device][peer->device], is_change = *enabled != wanted;
+    *enabled = wanted;
+    pthread_mutex_unlock(&driver_lock);
+    return is_change ? CUDA_SUCCESS : otherwise;
+}
+
+API(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
+{
+    NEED(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    return set_peer(peer, true, CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+}
+
+API(cuCtxDisablePeerAccess, (CUcontext peer), (peer)) { return set_peer(peer, false, CUDA_ERROR_PEER_ACCESS_NOT_ENABLED); }
 
 API(cuDevicePrimaryCtxRetain, (CUcontext *out, CUdevice device), (out, device))
 {

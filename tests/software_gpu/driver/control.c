@@ -36,6 +36,18 @@ static int64_t now_ms(void)
 
 static uint32_t current_request(void) { return __atomic_load_n(&control.request_number, __ATOMIC_ACQUIRE); }
 
+/* Only a process that runs tells its state (measured). */
+static void tell_state(void)
+{
+    __atomic_store_n(&control.told_number, __atomic_load_n(&control.question_number, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
+}
+
+static void pause_1_ms(void)
+{
+    tell_state();
+    sleep_ms(1);
+}
+
 /* A newer request means that the caller of this one is gone: the lock is given up for it. */
 static CUresult lock(uint32_t timeout_ms, uint32_t request)
 {
@@ -47,7 +59,7 @@ static CUresult lock(uint32_t timeout_ms, uint32_t request)
             gate_reopen();
             return CUDA_ERROR_NOT_READY;
         }
-        sleep_ms(1);
+        pause_1_ms();
     }
     control.state = CU_PROCESS_STATE_LOCKED;
     return CUDA_SUCCESS;
@@ -61,13 +73,20 @@ static CUresult checkpoint(void)
     return CUDA_SUCCESS;
 }
 
-/* As measured on the real driver: imported memory lets itself be checkpointed and then the process cannot be saved any more. */
+/* As measured on the real driver: imported memory lets itself be checkpointed, and then the process cannot be saved any more.
+ * It holds the devices again, and its state stays checkpointed. */
+static CUresult refuse_imports(const struct control_request *request)
+{
+    if (!device_is_any_open()) TRY(device_rebind(request->pairs, request->pair_count));
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 static CUresult restore(const struct control_request *request)
 {
-    CUresult rc = CUDA_ERROR_NOT_SUPPORTED;
-    if (!vmm_has_imports()) rc = restore_memory(request->pairs, request->pair_count);
+    if (vmm_has_imports()) return refuse_imports(request);
+    CUresult rc = restore_memory(request->pairs, request->pair_count);
     if (rc == CUDA_SUCCESS) control.state = CU_PROCESS_STATE_LOCKED;
-    if (rc == CUDA_ERROR_NOT_SUPPORTED || rc == CUDA_ERROR_OPERATING_SYSTEM) control.state = CU_PROCESS_STATE_FAILED;
+    if (rc == CUDA_ERROR_OPERATING_SYSTEM) control.state = CU_PROCESS_STATE_FAILED;
     return rc;
 }
 
@@ -90,7 +109,7 @@ static CUresult injected_fault(const char *command)
     close(fd);
     unlink(path);
     sscanf(text, "%d %u", &code, &delay_ms);
-    sleep_ms(delay_ms);
+    for (unsigned passed = 0; passed < delay_ms; passed++) pause_1_ms();
     return code;
 }
 
@@ -119,7 +138,7 @@ static void *driver_thread(void *unused)
     (void)unused;
     __atomic_store_n(&control.ns_driver_tid, (int)syscall(SYS_gettid), __ATOMIC_RELEASE);
     for (uint32_t done = current_request();;) {
-        sleep_ms(1);
+        pause_1_ms();
         uint32_t number = current_request();
         if (number == done) continue;
         request = control.request;

@@ -2,7 +2,8 @@
  *
  * It lies in libcuda's writable data. The caller finds it by its magic in the target's libcuda.so mappings and reads and writes
  * it with process_vm_readv/writev. No descriptor, socket or shared mapping: CRIU sees a plain process. Each request is written
- * first and announced by request_number; the driver thread of the target answers in answer_number.
+ * first and announced by request_number; the driver thread of the target answers in answer_number. The question for the state has
+ * numbers of its own, because it must not end the wait of a lock: whoever asks counts up, the thread repeats what it saw.
  */
 #ifndef CONTROL_H
 #define CONTROL_H
@@ -14,7 +15,7 @@
 #define CONTROL_MAGIC_TAIL "ctl"
 #define CONTROL_MAGIC_SIZE 16
 #define CONTROL_ALIGNMENT 64 /* so that the magic never straddles a page */
-#define CONTROL_LAYOUT 1
+#define CONTROL_LAYOUT 2
 
 enum control_command { COMMAND_NONE, COMMAND_LOCK, COMMAND_CHECKPOINT, COMMAND_RESTORE, COMMAND_UNLOCK };
 
@@ -40,6 +41,8 @@ struct control_block {
     struct control_request request;
     uint32_t request_number;
     uint32_t answer_number;
+    uint32_t question_number;
+    uint32_t told_number;
 };
 
 extern struct control_block software_gpu_control;

@@ -71,6 +71,13 @@ void device_close_all(void)
     close_fd(&shared_node_fds[1]);
 }
 
+bool device_is_any_open(void)
+{
+    for (int n = 0; n < device_count; n++)
+        if (devices[n].state_fd >= 0) return true;
+    return false;
+}
+
 /* A process takes its slot with its first context on the device, so only such processes show up in NVML. */
 CUresult device_claim(int ordinal)
 {

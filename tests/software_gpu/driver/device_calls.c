@@ -74,7 +74,7 @@ API(cuDeviceCanAccessPeer, (int *can, CUdevice device, CUdevice peer), (can, dev
 {
     NEED(can, CUDA_ERROR_INVALID_VALUE);
     NEED(device_is_valid(device) && device_is_valid(peer), CUDA_ERROR_INVALID_DEVICE);
-    *can = 0;
+    *can = device != peer;
     return CUDA_SUCCESS;
 }
 

@@ -80,6 +80,7 @@ extern int device_count;
 CUresult device_open_all(void);
 CUresult device_claim(int ordinal);
 void device_close_all(void);
+bool device_is_any_open(void);
 CUresult device_reserve(int ordinal, uint64_t bytes);
 void device_give_back(int ordinal, uint64_t bytes);
 bool device_is_valid(int ordinal);
@@ -176,7 +177,8 @@ struct range {
     uint64_t buffer_id;
     struct physical *physical; /* RANGE_MAPPED */
     size_t offset;
-    void *saved; /* content while checkpointed */
+    unsigned char peer_access[MAX_DEVICES]; /* RANGE_MAPPED: what cuMemSetAccess gave other devices */
+    void *saved;                            /* content while checkpointed */
 };
 extern pthread_mutex_t driver_lock;
 extern struct range **ranges;

@@ -22,6 +22,8 @@ ERROR(401, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the
 ERROR(500, "CUDA_ERROR_NOT_FOUND", "named symbol not found")
 ERROR(600, "CUDA_ERROR_NOT_READY", "device not ready")
 ERROR(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered")
+ERROR(704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled")
+ERROR(705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "peer access has not been enabled")
 ERROR(708, "CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE", "cannot set while device is active in this process")
 ERROR(712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped")
 ERROR(713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region")

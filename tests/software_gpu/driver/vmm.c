@@ -237,9 +237,23 @@ API(cuMemUnmap, (CUdeviceptr base, size_t size), (base, size))
     return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-static CUresult set_access(uint64_t base, size_t size, int access)
+/* For a device other than the memory's own: remembered, so that it can be asked; any device can touch any memory. */
+static void set_peer_access(uint64_t base, size_t size, int device, int access)
+{
+    for (uint64_t at = base; at < base + size;) {
+        struct range *range = range_find(at);
+        range->peer_access[device] = (unsigned char)access;
+        at += range->size;
+    }
+}
+
+static CUresult set_access(uint64_t base, size_t size, int device, int access)
 {
     NEED(covers_whole_mappings(base, size), CUDA_ERROR_INVALID_VALUE);
+    if (range_find(base)->device != device) {
+        set_peer_access(base, size, device, access);
+        return CUDA_SUCCESS;
+    }
     int protection = access == 3 ? PROT_READ | PROT_WRITE : access == 1 ? PROT_READ : PROT_NONE;
     NEED(mprotect((void *)base, size, protection) == 0, CUDA_ERROR_OPERATING_SYSTEM);
     for (uint64_t at = base; at < base + size;) {
@@ -257,7 +271,7 @@ API(cuMemSetAccess, (CUdeviceptr base, size_t size, const CUmemAccessDesc *wante
     pthread_mutex_lock(&driver_lock);
     for (size_t n = 0; n < count && rc == CUDA_SUCCESS; n++) {
         bool ok = wanted[n].location.type == CU_MEM_LOCATION_TYPE_DEVICE && device_is_valid(wanted[n].location.id);
-        rc = ok ? set_access(base, size, wanted[n].flags) : CUDA_ERROR_INVALID_VALUE;
+        rc = ok ? set_access(base, size, wanted[n].location.id, wanted[n].flags) : CUDA_ERROR_INVALID_VALUE;
     }
     pthread_mutex_unlock(&driver_lock);
     return rc;
@@ -268,8 +282,8 @@ API(cuMemGetAccess, (unsigned long long *flags, const CUmemLocation *location, C
     NEED(flags && location, CUDA_ERROR_INVALID_VALUE);
     pthread_mutex_lock(&driver_lock);
     struct range *range = range_find(address);
-    bool ok = range && range->kind == RANGE_MAPPED;
-    if (ok) *flags = location->id == range->device ? (unsigned long long)range->access : 0;
+    bool ok = range && range->kind == RANGE_MAPPED && device_is_valid(location->id);
+    if (ok) *flags = location->id == range->device ? (unsigned long long)range->access : range->peer_access[location->id];
     pthread_mutex_unlock(&driver_lock);
     return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -1,0 +1,419 @@
+"""The figures of staged mode on a real GPU, each part by name; rows by bench/measurement.py, raw values in them.
+
+    python -m bench.staged_gpu suspend pause_16 pause_100 train unchanged preload [--measurements DIR] [--rehearse]
+
+Every ratio's baseline is taken in the same run: the plain driver checkpoint of the same program without the preload, the
+same program without the preload, or the same program before the copy began. `--rehearse` goes through the steps with the
+counter program on the software driver and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import shutil
+import statistics
+import sys
+import time
+from typing import Any
+
+from bench import measurement
+from tests.gpu.bare_node import ROOT, BareNode, Program
+from tests.gpu.podman_run import gpu_names
+from tests.hosts import gpus, software_gpu
+
+PROGRAMS = ROOT / "tests" / "gpu" / "programs"
+PACKS = pathlib.Path("/dev/shm/vgpu-bench-packs")
+GIB = 2**30
+
+
+def main() -> int:
+    args = parse_arguments()
+    if not gpus.is_real() and not args.rehearse:
+        print("no NVIDIA GPU here; --rehearse goes through the steps on the software driver", file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = []
+    for part in args.parts:
+        say(f"{part}")
+        began = time.monotonic()
+        try:
+            rows += PARTS[part](args)
+        except Exception as problem:  # noqa: BLE001 - the other parts' figures are worth having
+            print(f"    FAILED: {type(problem).__name__}: {problem}", flush=True)
+            args.has_failed = True
+        shutil.rmtree(PACKS, ignore_errors=True)
+        print(f"    ({time.monotonic() - began:.1f} s)", flush=True)
+    for row in rows:
+        base = f"  baseline {row['baseline']} ratio {row['ratio']}" if "ratio" in row else ""
+        print(f"    {row['key']:28} {row['value']:12} {row['unit']:6} {row['what']}{base}", flush=True)
+    if args.measurements and gpus.is_real() and rows:
+        print(measurement.write(args.name, rows, folder=args.measurements, **gpu_names()).name)
+    return 1 if args.has_failed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=sorted(PARTS))
+    parser.add_argument("--measurements", type=pathlib.Path)
+    parser.add_argument("--name", default="staged-mode")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.set_defaults(has_failed=False)
+    return parser.parse_args()
+
+
+# ---- suspend and resume ----------------------------------------------------------------------------
+
+
+def suspend(args: argparse.Namespace, gib: int = 32) -> list[dict[str, Any]]:
+    """Suspend to memory and resume, beside the driver's own checkpoint and restore of the same program."""
+    out_s, in_s, out_rate, in_rate = [], [], [], []
+    with BareNode() as node:
+        program = hold(node, gib)
+        for number in range(args.rounds):
+            began = time.monotonic()
+            done = node.request("suspend", program.names)
+            out_s.append(time.monotonic() - began)
+            show(f"suspend {number + 1}: {out_s[-1]:.3f} s", done)
+            began = time.monotonic()
+            back = node.request("resume", {"container": program.id})
+            in_s.append(time.monotonic() - began)
+            show(f"resume {number + 1}: {in_s[-1]:.3f} s", back)
+            goes_on(program)
+            out_rate += rates(done, gib, *DATA_PHASES)
+            in_rate += rates(back, gib, "wait")
+    rows = []
+    plain = plain_driver(gib) if gib == 32 or args.rehearse else None
+    for key, what, raw, base in (
+        (f"suspend_{gib}gib", "suspend to memory, PyTorch process, wall time", out_s, plain and plain["checkpoint"]),
+        (f"resume_{gib}gib", "resume from memory, PyTorch process, wall time", in_s, plain and plain["restore"]),
+    ):
+        more = (
+            {"baseline_what": "the driver's own calls on the same program without the preload", "baseline_raw": base}
+            if base
+            else {}
+        )
+        rows.append(measurement.row(key, what, "s", [round(x, 4) for x in raw], **more))
+    rows += (
+        [measurement.row(f"rate_out_{gib}gib", "bytes over the time of the copying phases", "GB/s", out_rate)]
+        if out_rate
+        else []
+    )
+    rows += (
+        [measurement.row(f"rate_in_{gib}gib", "bytes over the time of the copying phases", "GB/s", in_rate)]
+        if in_rate
+        else []
+    )
+    return rows
+
+
+def suspend_100(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same with 100 GiB, for the rates."""
+    return suspend(args, gib=100)
+
+
+def plain_driver(gib: int) -> dict[str, list[float]]:
+    """Lock and checkpoint, restore and unlock, by the driver alone."""
+    import cuda.bindings.driver as cuda
+
+    with BareNode() as node:
+        program = hold(node, gib, has_preload=False)
+        if not gpus.is_real():
+            return {"checkpoint": [1.0], "restore": [1.0]}
+        cuda.cuInit(0)
+        lock = cuda.CUcheckpointLockArgs()
+        lock.timeoutMs = 10_000
+        pid, taken = gpu_pid(program), {}
+        for name, calls in (
+            (
+                "checkpoint",
+                (
+                    lambda: cuda.cuCheckpointProcessLock(pid, lock),
+                    lambda: cuda.cuCheckpointProcessCheckpoint(pid, None),
+                ),
+            ),
+            (
+                "restore",
+                (lambda: cuda.cuCheckpointProcessRestore(pid, None), lambda: cuda.cuCheckpointProcessUnlock(pid, None)),
+            ),
+        ):
+            began = time.monotonic()
+            for call in calls:
+                code = int(call()[0])
+                assert code == 0, f"{name}: {code}"
+            taken[name] = [round(time.monotonic() - began, 4)]
+        print(f"    the driver alone: {taken}", flush=True)
+        goes_on(program)
+        return taken
+
+
+# ---- leave-running ---------------------------------------------------------------------------------
+
+
+def pause_16(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return pause(args, 16)
+
+
+def pause_100(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return pause(args, 100)
+
+
+def pause(args: argparse.Namespace, gib: int) -> list[dict[str, Any]]:
+    """How long a decode process stands still for a complete snapshot, and what the copy beside it costs."""
+    gaps, costs, walls = [], [], []
+    with BareNode() as node:
+        program, gate = decode(node, gib)
+        for number in range(max(1, args.rounds - 1)):
+            time.sleep(1.0)
+            began = time.monotonic()
+            done = snapshot(node, program)
+            walls.append(time.monotonic() - began)
+            time.sleep(0.5)
+            times = [line["t"] for line in program.lines() if line.get("pass") == 2]
+            gaps.append(longest_gap([t for t in times if t > began - 1.0]))
+            assert gaps[-1] > 0.1 or not gpus.is_real(), "the process was never stopped"
+            costs += slowdown(times, began, done)
+            show(f"snapshot {number + 1}: pause {gaps[-1]:.3f} s, wall {walls[-1]:.2f} s", done)
+        finish(program, gate)
+    rows = [
+        measurement.row(f"leave_running_pause_{gib}gib", "decode stopped for a complete snapshot, no CRIU", "s", gaps),
+        measurement.row(f"leave_running_wall_{gib}gib", "the whole snapshot, the copy included", "s", walls),
+    ]
+    if costs:
+        rows.append(
+            measurement.row("running_copy_cost", f"decode step during the copy over before, {gib} GiB", "ratio", costs)
+        )
+    return rows
+
+
+def train(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same for a training loop that rewrites all of its state; losses must be bit-equal."""
+    gaps, costs, dirty = [], [], []
+    with BareNode() as node:
+        gate = node.folder / "gate"
+        command = python("torch_train.py", "--gib", "24", "--steps", "80", "--gate", str(gate))
+        program = node.start("train", command)
+        program.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
+        gate.touch()
+        program.wait_for(lambda lines: sum(line.get("pass") == 2 for line in lines) > 10, "second pass")
+        began = time.monotonic()
+        done = snapshot(node, program)
+        show("snapshot of the training loop", done)
+        lines = program.wait_for(lambda lines: "done" in lines[-1], "end of the second pass")
+        assert lines[-1]["ok"], "the losses differ"
+        print(f"    {lines[-1]['steps']} losses bit-equal with and without the checkpoint", flush=True)
+        times = [line["t"] for line in lines if line.get("pass") == 2]
+        gaps.append(longest_gap(times))
+        costs += slowdown(times, began, done)
+        staged = done["staged"]
+        dirty = [round(r["changed_bytes"] / staged["bytes"], 4) for r in staged["rounds"]]
+    rows = [
+        measurement.row(
+            "leave_running_pause_train_32gib", f"training stopped; dirty share per round {dirty}", "s", gaps
+        )
+    ]
+    if costs:
+        rows.append(measurement.row("running_copy_cost", "training step during the copy over before", "ratio", costs))
+    return rows
+
+
+def unchanged(args: argparse.Namespace, gib: int = 32) -> list[dict[str, Any]]:
+    """A second suspend-like dump of a process that has not changed: its data phase over the first one's."""
+    with BareNode() as node:
+        program = hold(node, gib)
+        first = snapshot(node, program, leave=True, folder=PACKS / "first")
+        goes_on(program)
+        second = snapshot(node, program, leave=True, folder=PACKS / "first")
+        goes_on(program)
+        show("first", first)
+        show("second", second)
+    data = [sum(seconds(doc, *DATA_PHASES)) for doc in (first, second)]
+    return [
+        measurement.row(
+            "unchanged_second_dump", f"data phases of a second checkpoint, {gib} GiB unchanged", "s", [data[1]],
+            baseline_what="the first checkpoint's data phases", baseline_raw=[data[0]],
+        )
+    ]  # fmt: skip
+
+
+def preload(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steady-state cost: the same programs with and without the preload in turn."""
+    taken: dict[tuple[str, bool], list[float]] = {}
+    with BareNode() as node:
+        for _ in range(max(2, args.rounds - 1)):
+            for has_preload in (False, True):
+                for key, value in small_work(node, has_preload=has_preload):
+                    taken.setdefault((key, has_preload), []).append(value)
+    what = {
+        "preload_decode": "decode step in a CUDA graph, median of a run",
+        "preload_train": "training step, median of a run",
+        "preload_launch": "small elementwise kernel, seconds a launch",
+        "preload_alloc": "allocation and free of 64 MiB through PyTorch, past its cache",
+    }
+    return [
+        measurement.row(
+            key, text, "s", taken[key, True], baseline_what="without the preload", baseline_raw=taken[key, False]
+        )
+        for key, text in what.items()
+        if (key, True) in taken
+    ]
+
+
+def small_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
+    """One run of each program; (key, median seconds)."""
+    if not gpus.is_real():
+        return []
+    small = node.start("small", python("torch_small_work.py"), has_preload=has_preload)
+    found = small.wait_for(lambda lines: bool(lines), "result")[-1]
+    small.end()
+    gate = str(node.folder / "never")
+    decoder = node.start(
+        "decode", python("torch_decode.py", "--gib", "16", "--tokens", "800", "--gate", gate), has_preload=has_preload
+    )
+    lines = decoder.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
+    decoder.end()
+    trainer = node.start(
+        "train", python("torch_train.py", "--gib", "8", "--steps", "60", "--gate", gate), has_preload=has_preload
+    )
+    losses = trainer.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
+    trainer.end()
+    return [
+        ("preload_launch", min(found["launch"])),
+        ("preload_alloc", statistics.median(found["alloc"])),
+        ("preload_decode", statistics.median(steps([line["t"] for line in lines if "t" in line][50:]))),
+        ("preload_train", statistics.median(steps([line["t"] for line in losses if "t" in line][10:]))),
+    ]
+
+
+# ---- parts -----------------------------------------------------------------------------------------
+
+DATA_PHASES = ("copy", "final", "drain")
+
+
+def snapshot(node: BareNode, program: Program, *, leave: bool = True, folder: pathlib.Path = PACKS) -> dict[str, Any]:
+    """What the shim does for a checkpoint that leaves the container running, without CRIU in the middle."""
+    folder.mkdir(parents=True, exist_ok=True)
+    args = program.names | {
+        "image_path": str(folder),
+        "leave_running": leave,
+        "unfreeze_cgroup": None,
+        "copy_deadline_s": 170.0,
+    }
+    done = node.request("freeze", args)
+    back = node.request("release", {"lease": done["lease"], "keep": False})
+    drained = node.request("drain", {"container": program.id}) if done.get("staged") else {"phases": []}
+    done["phases"] = [*done["phases"], *back["phases"], *drained["phases"]]
+    return done
+
+
+def hold(node: BareNode, gib: int, *, has_preload: bool = True) -> Program:
+    program = node.start("hold", python("torch_hold.py", "--gib", str(gib)), has_preload=has_preload)
+    if gpus.is_real():
+        program.wait_for(lambda lines: len(lines) > 3, "first steps")
+    else:
+        time.sleep(1.0)
+    return program
+
+
+def decode(node: BareNode, gib: int) -> tuple[Program, pathlib.Path]:
+    gate = node.folder / "gate"
+    tokens = "100000" if gpus.is_real() else "1"
+    program = node.start(
+        "decode",
+        python("torch_decode.py", "--gib", str(gib), "--context", "8192", "--tokens", tokens, "--gate", str(gate)),
+    )
+    if gpus.is_real():
+        program.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
+        gate.touch()
+        program.wait_for(lambda lines: sum(line.get("pass") == 2 for line in lines) > 50, "second pass")
+    else:
+        time.sleep(1.0)
+    return program, gate
+
+
+def finish(program: Program, gate: pathlib.Path) -> None:
+    if not gpus.is_real():
+        return
+    gate.with_suffix(".stop").touch()
+    lines = program.wait_for(lambda lines: "done" in lines[-1], "end of the second pass")
+    assert lines[-1]["ok"], "tokens or padding differ"
+    print(f"    {lines[-1]['tokens']} tokens equal to the pass without a checkpoint", flush=True)
+
+
+def goes_on(program: Program) -> None:
+    if not gpus.is_real():
+        return
+    before = len(program.lines())
+    lines = program.wait_for(lambda lines: len(lines) > before + 40, "further steps")
+    assert all(line["ok"] for line in lines)
+
+
+def python(name: str, *options: str, out: bool = True) -> list[str]:
+    if not gpus.is_real():
+        return [str(software_gpu.programs("glibc")["counter"]), "--out", "@OUT@", "--mib", "64", "--interval", "20"]
+    return [sys.executable, str(PROGRAMS / name), *(["--out", "@OUT@"] if out else []), *options]
+
+
+def gpu_pid(program: Program) -> int:
+    pids = (program.cgroup_folder / "cgroup.procs").read_text().split()
+    for pid in pids:
+        if "libcuda" in pathlib.Path(f"/proc/{pid}/maps").read_text():
+            return int(pid)
+    message = f"no GPU process in {program.cgroup}"
+    raise AssertionError(message)
+
+
+def longest_gap(times: list[float]) -> float:
+    return round(max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0), 4)
+
+
+def slowdown(times: list[float], began: float, done: dict[str, Any]) -> list[float]:
+    """Median step during the rounds of copying over the median step before them."""
+    copying = sum(seconds(done, "copy"))
+    before = steps([t for t in times if t < began])
+    during = steps([t for t in times if began < t < began + copying])
+    if len(before) < 5 or len(during) < 5:
+        return []
+    return [round(statistics.median(during) / statistics.median(before), 4)]
+
+
+def steps(times: list[float]) -> list[float]:
+    return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+
+def seconds(doc: dict[str, Any], *phases: str) -> list[float]:
+    return [float(item["seconds"]) for item in doc["phases"] if item["phase"].split(" ")[0] in phases]
+
+
+def rates(doc: dict[str, Any], gib: int, *phases: str) -> list[float]:
+    taken = sum(seconds(doc, *phases))
+    return [round(gib * GIB / taken / 1e9, 2)] if taken else []
+
+
+def show(what: str, doc: dict[str, Any]) -> None:
+    phases = ", ".join(f"{item['phase']} {float(item['seconds']):.3f}" for item in doc["phases"])
+    print(f"    {what}: {phases}", flush=True)
+    staged = doc.get("staged") or {}
+    for number, done in enumerate(staged.get("rounds", ())):
+        print(f"      round {number}: {json.dumps(done)}", flush=True)
+    for reason in (doc.get("driver_reasons") or {}).values():
+        print(f"      driver's way: {reason}", flush=True)
+
+
+def say(text: str) -> None:
+    print(f"\n== {time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+PARTS = {
+    "suspend": suspend,
+    "suspend_100": suspend_100,
+    "pause_16": pause_16,
+    "pause_100": pause_100,
+    "train": train,
+    "unchanged": unchanged,
+    "preload": preload,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Kills whoever takes part in a checkpoint or restore, at a moment that a gate holds open, and looks at what is left.
+
+After a checkpoint that was interrupted the application runs on with right memory (or, where only the reporter died, is
+in a whole image), nothing stays frozen, and the next checkpoint works. After a restore that was interrupted the archive
+restores. Not tested: CRIU killed while its code runs inside the application, which CRIU itself cannot undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+
+import pytest
+
+import vgpu_errors
+from tests.engines.gpu_container import GpuContainer, restore
+from tests.engines.prepared import LOW_LEVEL, configured, digest
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
+
+ARCHIVE = "/var/tmp/interrupted.tar"
+GATE = "/usr/local/bin/gated-runtime"
+GATE_SCRIPT = """\
+#!/bin/sh
+RT={runtime}
+hold() {{
+    touch /run/gate/reached
+    left=300
+    while [ ! -e /run/gate/go ] && [ $left -gt 0 ]; do sleep 0.1; left=$((left - 1)); done
+}}
+case " $* " in *" {verb} --"*"--image-path"*) ;; *) exec "$RT" "$@" ;; esac
+{steps}
+"""
+STEPS = {
+    "before": 'hold\nexec "$RT" "$@"',
+    "after": '"$RT" "$@"\nstatus=$?\nhold\nexit $status',
+    "never": "trap 'exit 143' TERM\nwhile :; do sleep 0.2; done",
+}
+PATTERNS = {
+    "shim": "^/usr/bin/python3 -IS /usr/bin/vgpu-runtime .*(checkpoint|restore) ",
+    "agent": "^/usr/bin/python3 -IS /usr/bin/vgpu-agent",
+    "worker": "gpu_state.driver_worker",
+    "runtime": f"{GATE}",
+    "podman": "^podman container (checkpoint|restore)",
+    "application": "^counter ",
+}
+
+
+@pytest.fixture
+def counter(node):
+    container = GpuContainer(node).start(node.image("glibc"))
+    container.wait_for_step(3)
+    yield container
+    node.run(["podman", "rm", "-af", "-t", "0"])
+    node.run(["rm", "-f", ARCHIVE])
+
+
+class Gate:
+    """The low-level runtime, held at one moment of one verb."""
+
+    def __init__(self, node) -> None:
+        self.node = node
+
+    def wait(self) -> None:
+        self.node.wait_for(["test", "-e", "/run/gate/reached"], interval=0.05)
+
+    def open(self) -> None:
+        self.node.write("/run/gate/go", "")
+
+
+@contextlib.contextmanager
+def gated(node, verb, moment):
+    node.run(["sh", "-c", "rm -rf /run/gate; mkdir /run/gate"])
+    script = GATE_SCRIPT.format(runtime=LOW_LEVEL[node.row], verb=verb, steps=STEPS[moment])
+    node.write(GATE, script, 0o755)
+    gate = Gate(node)
+    with configured(node, low_level_runtime=GATE):
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+@contextlib.contextmanager
+def started(node, *words):
+    """A podman command under way; at the end it has ended, by itself or by force."""
+    process = node.popen(
+        ["podman", "container", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def signal(node, who, name="KILL"):
+    """Send a signal to one of those who take part; they must be there."""
+    node.run(["pkill", f"-{name}", "-f", PATTERNS[who]])
+
+
+def gone(node, who):
+    node.wait_for(["sh", "-c", f"! pgrep -f '{PATTERNS[who]}'"], timeout=30)
+
+
+def nothing_is_frozen(node):
+    frozen = "cat /sys/fs/cgroup/libpod_parent/*/cgroup.events /sys/fs/cgroup/machine.slice/*/cgroup.events 2>/dev/null; true"
+    node.wait_for(["sh", "-c", f"! ({frozen}) | grep -q 'frozen 1'"], timeout=10)
+
+
+def runs_on(counter, step):
+    """It counts, nothing is frozen, and the next checkpoint and restore work."""
+    nothing_is_frozen(counter.host)
+    step = counter.goes_on(step)
+    counter.podman("checkpoint")
+    counter.podman("restore")
+    counter.goes_on(step)
+
+
+# ---- checkpoint ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before", "after"], ids=["frozen", "dumped"])
+def test_the_shim_is_killed_and_the_application_runs_on(counter, moment):
+    node, step = counter.host, counter.step()
+    with gated(node, "checkpoint", moment) as gate, started(node, "checkpoint", "counter") as podman:
+        gate.wait()
+        signal(node, "shim")
+        assert podman.wait(timeout=30) == 125
+    runs_on(counter, step)
+
+
+def test_the_shim_is_killed_during_the_freeze(counter):
+    """The driver's lock waits for a process that is stopped; the agent notices that its client has gone."""
+    node, step = counter.host, counter.step()
+    signal(node, "application", "STOP")
+    try:
+        with started(node, "checkpoint", "counter") as podman:
+            node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
+            signal(node, "shim")
+            assert podman.wait(timeout=30) == 125
+    finally:
+        signal(node, "application", "CONT")
+    runs_on(counter, step)
+
+
+def test_the_agent_is_killed_during_the_freeze(counter):
+    node, step = counter.host, counter.step()
+    signal(node, "application", "STOP")
+    try:
+        with started(node, "checkpoint", "counter") as podman:
+            node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
+            signal(node, "agent")
+            assert podman.wait(timeout=30) == 125
+            assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
+    finally:
+        signal(node, "application", "CONT")
+    node.run(["vgpu", "ps"])  # the next one to ask starts an agent, which finds the journal
+    runs_on(counter, step)
+
+
+@pytest.mark.parametrize("options", [[], ["--leave-running"]], ids=["ends", "leaves-running"])
+@pytest.mark.parametrize("moment", ["before", "after"], ids=["frozen", "dumped"])
+def test_an_agent_that_is_killed_while_frozen_is_started_anew(counter, moment, options):
+    """The lease is in the journal and its owner is alive, so the checkpoint goes on to its end."""
+    node, step = counter.host, counter.step()
+    with (
+        gated(node, "checkpoint", moment) as gate,
+        started(node, "checkpoint", "--export", ARCHIVE, *options, "counter") as podman,
+    ):
+        gate.wait()
+        signal(node, "agent")
+        gone(node, "agent")
+        gate.open()
+        assert podman.wait(timeout=60) == 0, podman.stdout.read()
+    node.run(["vgpu", "verify", ARCHIVE])
+    if options:
+        return runs_on(counter, step)
+    counter.remove()
+    return runs_on(restore(node, ARCHIVE), step)
+
+
+def test_the_driver_worker_is_killed_while_frozen(counter):
+    node, step = counter.host, counter.step()
+    with (
+        gated(node, "checkpoint", "before") as gate,
+        started(node, "checkpoint", "--leave-running", "counter") as podman,
+    ):
+        gate.wait()
+        signal(node, "worker")
+        gate.open()
+        assert podman.wait(timeout=60) == 0, podman.stdout.read()
+    runs_on(counter, step)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"], ids=["undumped", "dumped"])
+def test_the_low_level_runtime_is_killed_and_the_application_runs_on(counter, moment):
+    node, step = counter.host, counter.step()
+    with gated(node, "checkpoint", moment) as gate, started(node, "checkpoint", "counter") as podman:
+        gate.wait()
+        signal(node, "runtime")
+        assert podman.wait(timeout=30) == 125
+        assert "exit status 137" in podman.stdout.read()
+    runs_on(counter, step)
+
+
+def test_podman_is_killed_and_the_checkpoint_comes_to_its_end(counter):
+    """The shim is not podman's prisoner: it finishes, and the whole image restores in place."""
+    node, step = counter.host, counter.step()
+    with gated(node, "checkpoint", "before") as gate, started(node, "checkpoint", "counter"):
+        gate.wait()
+        signal(node, "podman")
+        gate.open()
+        gone(node, "shim")
+    node.wait_for(["sh", "-c", "podman inspect -f '{{.State.Status}}' counter | grep -q exited"])
+    counter.podman("restore")
+    runs_on(counter, step)
+
+
+def test_a_checkpoint_that_hangs_is_ended_by_its_deadline(counter):
+    node, step, started_at = counter.host, counter.step(), time.monotonic()
+    with gated(node, "checkpoint", "never"), configured(node, deadline_checkpoint_s=2, low_level_runtime=GATE):
+        done = counter.podman("checkpoint", check=False)
+    assert done.returncode == 125
+    assert "took longer than 2 s" in done.stderr
+    assert vgpu_errors.CheckpointFailed.remedy in done.stderr
+    assert time.monotonic() - started_at < 20
+    runs_on(counter, step)
+
+
+def test_a_freeze_that_hangs_is_ended_by_its_deadline(counter):
+    node, step = counter.host, counter.step()
+    signal(node, "application", "STOP")
+    try:
+        with configured(node, deadline_freeze_s=2):
+            done = counter.podman("checkpoint", check=False)
+    finally:
+        signal(node, "application", "CONT")
+    assert done.returncode == 125
+    assert f"exit status {vgpu_errors.DeadlineExceeded.exit_code}" in done.stderr
+    runs_on(counter, step)
+
+
+def test_ctrl_c_undoes_the_checkpoint(counter):
+    """A terminal signals podman and the shim alike."""
+    node, step = counter.host, counter.step()
+    with gated(node, "checkpoint", "before") as gate, started(node, "checkpoint", "counter") as podman:
+        gate.wait()
+        signal(node, "shim", "INT")
+        gate.open()
+        assert podman.wait(timeout=30) == 125
+    runs_on(counter, step)
+
+
+# ---- restore -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(counter):
+    """The step at which the archive was taken; the container is removed."""
+    step = counter.step()
+    counter.export(ARCHIVE, "--compress", "none")
+    counter.remove()
+    sealed = digest(counter.host, ARCHIVE)
+    yield step
+    assert digest(counter.host, ARCHIVE) == sealed
+
+
+def restores(node, step):
+    """Whatever the broken attempt left can be removed, and the archive restores."""
+    node.run(["podman", "rm", "-af", "-t", "0"])
+    node.wait_for(["sh", "-c", "! pgrep counter"], timeout=10)
+    nothing_is_frozen(node)
+    runs_on(restore(node, ARCHIVE), step)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"], ids=["verified", "not-thawed"])
+@pytest.mark.parametrize("who", ["shim", "runtime"])
+def test_a_restore_whose_runtime_is_killed_leaves_a_whole_archive(node, archive, who, moment):
+    with gated(node, "restore", moment) as gate, started(node, "restore", "--import", ARCHIVE) as podman:
+        gate.wait()
+        signal(node, who)
+        assert podman.wait(timeout=30) == 125
+    restores(node, archive)
+
+
+def test_an_agent_that_is_killed_before_the_thaw_is_started_anew(node, archive):
+    with gated(node, "restore", "after") as gate, started(node, "restore", "--import", ARCHIVE) as podman:
+        gate.wait()
+        signal(node, "agent")
+        gone(node, "agent")
+        gate.open()
+        assert podman.wait(timeout=60) == 0, podman.stdout.read()
+    runs_on(GpuContainer(node), archive)
+
+
+def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(node, archive):
+    with gated(node, "restore", "after") as gate, started(node, "restore", "--import", ARCHIVE) as podman:
+        gate.wait()
+        signal(node, "worker", "STOP")
+        gate.open()
+        node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
+        signal(node, "agent")
+        assert podman.wait(timeout=30) == 125
+        assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
+    restores(node, archive)
+
+
+def test_a_thaw_that_hangs_is_ended_by_the_deadline(node, archive):
+    with (
+        gated(node, "restore", "after") as gate,
+        configured(node, low_level_runtime=GATE, deadline_restore_s=6),
+        started(node, "restore", "--import", ARCHIVE) as podman,
+    ):
+        gate.wait()
+        signal(node, "worker", "STOP")
+        gate.open()
+        assert podman.wait(timeout=30) == 125
+        assert vgpu_errors.DeadlineExceeded.remedy in podman.stdout.read()
+    restores(node, archive)
+
+
+def test_podman_is_killed_during_a_restore(node, archive):
+    with gated(node, "restore", "before") as gate, started(node, "restore", "--import", ARCHIVE):
+        gate.wait()
+        signal(node, "podman")
+        gate.open()
+        gone(node, "shim")
+    restores(node, archive)
+
+
+def test_a_restore_that_hangs_is_ended_by_its_deadline(node, archive):
+    with gated(node, "restore", "never"), configured(node, deadline_restore_s=3, low_level_runtime=GATE):
+        done = restore(node, ARCHIVE, check=False)
+    assert done.returncode == 125
+    assert vgpu_errors.RestoreFailed.remedy in done.stderr
+    restores(node, archive)
