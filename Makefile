@@ -13,6 +13,7 @@ ENVIRONMENT := .venv/ready
 endif
 
 PACKAGES := vgpu_errors image_format gpu_state oci_hook runtime_shim podman_integration containerd_integration vgpu_cli
+TOOLS := vgpu_preload packaging tools docs
 DESTDIR ?= /
 INSTALL_PYTHON ?= /usr/bin/python3
 INSTALL_VERSION = $(shell $(INSTALL_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -38,7 +39,7 @@ lock: $(ENVIRONMENT) ## write requirements.lock and requirements-dev.lock from .
 lint: $(ENVIRONMENT) ## style, format, types and layers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(foreach package,$(PACKAGES),-p $(package))
+	$(PY) -m mypy $(foreach package,$(PACKAGES) $(TOOLS),-p $(package))
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 ifdef T
@@ -71,7 +72,7 @@ fuzz: $(ENVIRONMENT) ## fuzz every parser, FUZZ_SECONDS in all (default 60)
 	VGPU_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest tests/fuzz -p no:timeout
 
 bench: $(ENVIRONMENT) ## run the benchmarks that need no GPU
-	set -e; for script in $(filter-out bench/measurement.py,$(wildcard bench/*.py)); do $(PY) $$script; done
+	set -e; for name in shim_passthrough verify_speed; do $(PY) -m bench.$$name; done
 
 docs: $(ENVIRONMENT) ## write the generated parts of the documentation
 	$(PY) -m docs

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from tools import cli_help, errors_page
+from tools import cli_help, errors_page, measurements
 
 
 def main(argv: list[str]) -> int:
     """Run all generators; the worst status counts."""
-    return max(errors_page.main(argv), cli_help.main(argv))
+    return max(errors_page.main(argv), cli_help.main(argv), measurements.main(argv))
 
 
 if __name__ == "__main__":

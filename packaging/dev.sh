@@ -10,9 +10,9 @@ fail() {
     exit 1
 }
 
-# command-or-file=package; the engine tests and the builds call these.
+# command-or-file=package; the engine tests, the builds and the tests of the preload library call these.
 TOOLS="mmdebstrap=mmdebstrap xz=xz-utils zstd=zstd unshare=util-linux setpriv=util-linux nsenter=util-linux
-ps=procps /lib/ld-musl-x86_64.so.1=musl /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
+ps=procps gcc=gcc readelf=binutils /usr/include/stdio.h=libc6-dev /lib/ld-musl-x86_64.so.1=musl /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
 /etc/ssl/certs/ca-certificates.crt=ca-certificates"
 
 find_python() {

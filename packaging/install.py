@@ -43,7 +43,7 @@ COMPILE = ("-IS", "-m", "compileall", "-qq")
 COMPILE_DEADLINE_S = 300
 
 
-class InstallRefused(Exception):  # noqa: N818 - named like the error tree, by what happened
+class InstallRefused(Exception):
     """The installation would damage something; the message says what."""
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from vgpu_cli.main import build_parser, help_of, verbs
 
@@ -39,7 +40,8 @@ def help_text(command: str) -> str:
     parser = build_parser(verb)
     if verb is None:
         return parser.format_help()
-    choices = next(action.choices for action in parser._actions if action.dest == "verb")  # noqa: SLF001 - argparse offers no other way
+    actions = parser._actions  # noqa: SLF001 - argparse offers no other way
+    choices: Any = next(action.choices for action in actions if action.dest == "verb")
     return str(choices[verb].format_help())
 
 

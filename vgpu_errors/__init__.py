@@ -227,6 +227,41 @@ class DriverWorkerLost(NodeError):
     remedy = "The steps before were undone. Look into the kernel log for messages of the NVIDIA driver, then try again."
 
 
+class PreloadFailed(NodeError):
+    """The preload library did not do {request}: {what}"""
+
+    exit_code = 37
+    remedy = "The steps before were undone. Run the command again; 'vgpu doctor CONTAINER' names what cannot be moved."
+
+
+class GpuObjectBlocks(NodeError):
+    """Process {pid} ({comm}) of {container} cannot be checkpointed: {what}"""
+
+    exit_code = 38
+    remedy = "'vgpu doctor CONTAINER' lists every blocking object with its remedy."
+
+
+class InventoryMismatch(NodeError):
+    """The GPU memory on {device} is not all accounted for: {what}"""
+
+    exit_code = 40
+    remedy = "Nothing was taken away from the process. Please report this with the output of 'vgpu doctor CONTAINER --json'."
+
+
+class DeviceContentLost(NodeError):
+    """The GPU memory of process {pid} ({comm}) of {container} is lost: {what}"""
+
+    exit_code = 41
+    remedy = "Remove the container and restore its last checkpoint."
+
+
+class StagingWorkerLost(NodeError):
+    """The staging worker ended during {verb}."""
+
+    exit_code = 42
+    remedy = "The steps before were undone. Look into the kernel log for messages of the NVIDIA driver or of the OOM killer, then try again."
+
+
 class BuildFailed(NodeError):
     """Building {target} failed: {what}"""
 

@@ -3,12 +3,15 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "connection.h"
+#include "descriptors.h"
+#include "staging.h"
 
 #define SEND_DEADLINE_MS 2000
 #define FRAME_DEADLINE_MS 5000 /* from the first byte of a frame to its last */
@@ -41,23 +44,45 @@ static bool is_last_thread(void)
     return readlink("/proc/self/exe", &first_byte, 1) < 0 && errno == ENOENT;
 }
 
-static bool send_frame(enum frame_type type, uint32_t sequence, const char *payload, size_t size)
+static uint16_t version_of(const struct hello *hello)
+{
+    return hello->is_staged ? 2 : 1;
+}
+
+static bool send_frame(const struct frame *frame, const char *payload)
 {
     unsigned char header[FRAME_HEADER_SIZE];
-    struct frame frame = {.type = (uint16_t)type, .payload_size = (uint32_t)size, .sequence = sequence};
-    frame_write(header, &frame);
+    frame_write(header, frame);
     return connection_send(header, sizeof header, SEND_DEADLINE_MS) &&
-           connection_send(payload, size, SEND_DEADLINE_MS);
+           connection_send(payload, frame->payload_size, SEND_DEADLINE_MS);
 }
 
 static bool send_hello(const struct hello *hello)
 {
     static char payload[8192]; /* 64 devices need 4.7 KiB; the helper is the only thread that comes here */
-    size_t size = hello_write(hello, payload, sizeof payload);
-    return size > 0 && send_frame(FRAME_HELLO, 0, payload, size);
+    struct hello_staged staged;
+    if (hello->is_staged) staging_hello(&staged);
+    size_t size = hello_write(hello, hello->is_staged ? &staged : NULL, payload, sizeof payload);
+    struct frame frame = {.version = version_of(hello), .type = FRAME_HELLO, .payload_size = (uint32_t)size};
+    return size > 0 && send_frame(&frame, payload);
 }
 
-/* Nothing that this version understands carries a payload, so it is read and dropped in small pieces. */
+static bool answer_empty(const struct hello *hello, const struct frame *to, enum frame_type type)
+{
+    struct frame frame = {
+        .version = version_of(hello), .type = (uint16_t)type, .payload_size = 2, .sequence = to->sequence};
+    return send_frame(&frame, "{}");
+}
+
+/* A frame with all that came with it. In driver mode nothing carries a payload, so it is read and dropped in small
+ * pieces; the kernel closes descriptors that nobody asks for. */
+struct arrival {
+    struct frame frame;
+    char *payload;
+    int descriptors[MOST_DESCRIPTORS];
+    size_t descriptor_count;
+};
+
 static bool drop_payload(uint32_t size)
 {
     char scrap[256];
@@ -69,26 +94,66 @@ static bool drop_payload(uint32_t size)
     return true;
 }
 
-static bool receive_frame(struct frame *frame)
+static char *payload_memory(void)
 {
-    unsigned char header[FRAME_HEADER_SIZE];
-    return connection_receive(header, sizeof header, FRAME_DEADLINE_MS) && frame_read(frame, header) &&
-           drop_payload(frame->payload_size);
+    static char *memory;
+    if (memory != NULL) return memory;
+    void *fresh = mmap(NULL, FRAME_MOST_PAYLOAD_STAGED, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fresh != MAP_FAILED) memory = fresh;
+    return memory;
 }
 
-static enum visit_end serve(void)
+static bool receive_staged(struct arrival *arrival)
 {
+    unsigned char header[FRAME_HEADER_SIZE];
+    if (staging_expects_descriptors()) descriptors_allow_more();
+    bool ok = connection_receive_with(header, sizeof header, arrival->descriptors, &arrival->descriptor_count,
+                                      FRAME_DEADLINE_MS);
+    descriptors_allow_as_before();
+    arrival->payload = payload_memory();
+    return ok && arrival->payload != NULL && frame_read(&arrival->frame, header) &&
+           connection_receive(arrival->payload, arrival->frame.payload_size, FRAME_DEADLINE_MS);
+}
+
+static void close_descriptors(const struct arrival *arrival)
+{
+    for (size_t n = 0; n < arrival->descriptor_count; n++) close(arrival->descriptors[n]);
+}
+
+static bool receive_frame(const struct hello *hello, struct arrival *arrival)
+{
+    unsigned char header[FRAME_HEADER_SIZE];
+    arrival->descriptor_count = 0;
+    if (!hello->is_staged)
+        return connection_receive(header, sizeof header, FRAME_DEADLINE_MS) && frame_read(&arrival->frame, header) &&
+               arrival->frame.version == 1 && drop_payload(arrival->frame.payload_size);
+    if (receive_staged(arrival)) return true;
+    close_descriptors(arrival);
+    return false;
+}
+
+static bool answer(const struct hello *hello, const struct arrival *arrival)
+{
+    if (arrival->frame.type != FRAME_FDS) close_descriptors(arrival);
+    if (arrival->frame.type == FRAME_PING) return answer_empty(hello, &arrival->frame, FRAME_PONG);
+    if (!hello->is_staged) return true;
+    return staging_answer(&arrival->frame, arrival->payload, arrival->descriptors, arrival->descriptor_count);
+}
+
+static enum visit_end serve(const struct hello *hello)
+{
+    static struct arrival arrival; /* the helper is the only thread that comes here */
     enum visit_end end = VISIT_FAILED;
     for (;;) {
-        struct frame frame;
         enum readiness readiness = connection_wait(IDLE_CHECK_MS);
         if (is_last_thread()) return VISIT_LAST_THREAD;
         if (readiness == QUIET) continue;
-        if (readiness == BROKEN || !receive_frame(&frame)) return end;
-        if (frame.type == FRAME_WELCOME) end = VISIT_LOST;
-        if (frame.type == FRAME_PING && !send_frame(FRAME_PONG, frame.sequence, "{}", 2)) return end;
-        if (frame.type == FRAME_DETACH) {
-            send_frame(FRAME_DETACHED, frame.sequence, "{}", 2);
+        if (readiness == BROKEN || !receive_frame(hello, &arrival)) return end;
+        if (arrival.frame.type == FRAME_WELCOME) end = VISIT_LOST;
+        if (!answer(hello, &arrival)) return end;
+        if (arrival.frame.type == FRAME_DETACH) {
+            answer_empty(hello, &arrival.frame, FRAME_DETACHED);
             return VISIT_DETACHED;
         }
     }
@@ -97,7 +162,7 @@ static enum visit_end serve(void)
 static enum visit_end visit_agent(const struct hello *hello)
 {
     if (!agent_socket_exists() || !connection_open()) return VISIT_FAILED;
-    enum visit_end end = send_hello(hello) ? serve() : VISIT_FAILED;
+    enum visit_end end = send_hello(hello) ? serve(hello) : VISIT_FAILED;
     connection_close();
     return end;
 }
@@ -113,7 +178,7 @@ static void rest(struct pace *pace)
 {
     int pause_ms = pace->pause_ms;
     if (pace->detached_polls > 0) {
-        pace->detached_polls--;
+        if (--pace->detached_polls == 0) staging_agent_is_gone();
         pause_ms = DETACHED_PAUSE_MS;
     } else {
         pace->pause_ms = pause_ms * 2 < LONGEST_PAUSE_MS ? pause_ms * 2 : LONGEST_PAUSE_MS;
@@ -128,6 +193,7 @@ void agent_link_run(const struct hello *hello)
     for (;;) {
         enum visit_end end = visit_agent(hello);
         if (end == VISIT_LAST_THREAD) return;
+        if (end == VISIT_LOST || (end == VISIT_FAILED && pace.detached_polls == 0)) staging_agent_is_gone();
         set_pace(&pace, end);
         rest(&pace);
         if (is_last_thread()) return;

@@ -68,7 +68,7 @@ def inputs_key(machine: str) -> str:
 def exported_names(libc: str, machine: str | None = None) -> frozenset[str]:
     """The names that calls.def gives to this libc: all that the library may export."""
     have_dlvsym = int(libc == "glibc")
-    macros = "-DDRIVER_CALL(result,name,...)=name", "-DLINKER_CALL(result,name,...)=name"
+    macros = "-DCALL(result,name,...)=name", "-DLINKER_CALL(result,name,...)=name"
     command = [*_compiler(libc, machine), "-E", "-P", "-x", "c", *macros, f"-DVGPU_HAVE_DLVSYM={have_dlvsym}"]
     return frozenset(_run([*command, str(SOURCES / "calls.def")], "the list of calls").split())
 

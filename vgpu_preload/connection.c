@@ -5,12 +5,14 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 /* Programs count, list and reserve low descriptors; 200 is the usual number of lock files in scripts (flock(1)). */
 static const int wanted_descriptors[] = {900, 201};
@@ -86,13 +88,6 @@ void connection_close(void)
     pthread_mutex_unlock(&lock);
 }
 
-static long now_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 static enum readiness wait_for(short events, int milliseconds)
 {
     struct pollfd wanted = {.fd = ours.descriptor, .events = events};
@@ -108,26 +103,78 @@ enum readiness connection_wait(int milliseconds)
     return wait_for(POLLIN, milliseconds);
 }
 
-typedef ssize_t transfer_step(void *bytes, size_t size);
+/* Descriptors on their way; the ones that come are added, the ones that go leave with the first byte. */
+struct cargo {
+    int descriptors[MOST_DESCRIPTORS];
+    size_t count;
+};
 
-static ssize_t send_step(void *bytes, size_t size)
+typedef ssize_t transfer_step(void *bytes, size_t size, struct cargo *cargo);
+
+union control_buffer {
+    char bytes[CMSG_SPACE(sizeof(int) * MOST_DESCRIPTORS)];
+    struct cmsghdr aligned;
+};
+
+static ssize_t send_step(void *bytes, size_t size, struct cargo *cargo)
 {
-    return send(ours.descriptor, bytes, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+    union control_buffer control;
+    struct iovec piece = {.iov_base = bytes, .iov_len = size};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
+    if (cargo != NULL && cargo->count > 0) {
+        memset(&control, 0, sizeof control);
+        message.msg_control = &control;
+        message.msg_controllen = CMSG_SPACE(sizeof(int) * cargo->count);
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof(int) * cargo->count);
+        memcpy(CMSG_DATA(header), cargo->descriptors, sizeof(int) * cargo->count);
+    }
+    ssize_t sent = sendmsg(ours.descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent > 0 && cargo != NULL) cargo->count = 0;
+    return sent;
 }
 
-static ssize_t receive_step(void *bytes, size_t size)
+/* A Unix socket delivers all descriptors of a message under one header. */
+static void take_descriptors(struct msghdr *message, struct cargo *cargo)
 {
-    return recv(ours.descriptor, bytes, size, MSG_DONTWAIT);
+    struct cmsghdr *header = CMSG_FIRSTHDR(message);
+    if (header == NULL || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) return;
+    size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t n = 0; n < count; n++) {
+        int descriptor;
+        memcpy(&descriptor, CMSG_DATA(header) + n * sizeof descriptor, sizeof descriptor);
+        if (cargo->count < MOST_DESCRIPTORS)
+            cargo->descriptors[cargo->count++] = descriptor;
+        else
+            close(descriptor);
+    }
 }
 
-static bool transfer(transfer_step *step, short events, char *bytes, size_t size, int deadline_ms)
+/* Without a place for descriptors the kernel closes what somebody sends. */
+static ssize_t receive_step(void *bytes, size_t size, struct cargo *cargo)
 {
-    long end = now_ms() + deadline_ms;
+    union control_buffer control;
+    struct iovec piece = {.iov_base = bytes, .iov_len = size};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
+    if (cargo != NULL) {
+        message.msg_control = &control;
+        message.msg_controllen = sizeof control;
+    }
+    ssize_t received = recvmsg(ours.descriptor, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (received > 0 && cargo != NULL) take_descriptors(&message, cargo);
+    return received;
+}
+
+static bool transfer(transfer_step *step, short events, char *bytes, size_t size, struct cargo *cargo, int deadline_ms)
+{
+    int64_t end = clock_now_ms() + deadline_ms;
     while (size > 0) {
-        long left = end - now_ms();
+        int64_t left = end - clock_now_ms();
         if (left <= 0 || wait_for(events, (int)left) == BROKEN) return false;
         if (!still_ours()) return false;
-        ssize_t moved = step(bytes, size);
+        ssize_t moved = step(bytes, size, cargo);
         if (moved == 0) return false;
         if (moved < 0 && errno != EAGAIN && errno != EINTR) return false;
         if (moved < 0) continue;
@@ -139,12 +186,29 @@ static bool transfer(transfer_step *step, short events, char *bytes, size_t size
 
 bool connection_send(const void *bytes, size_t size, int deadline_ms)
 {
-    return transfer(send_step, POLLOUT, (char *)bytes, size, deadline_ms);
+    return transfer(send_step, POLLOUT, (char *)bytes, size, NULL, deadline_ms);
 }
 
 bool connection_receive(void *bytes, size_t size, int deadline_ms)
 {
-    return transfer(receive_step, POLLIN, bytes, size, deadline_ms);
+    return transfer(receive_step, POLLIN, bytes, size, NULL, deadline_ms);
+}
+
+bool connection_send_with(const void *bytes, size_t size, const int *descriptors, size_t count, int deadline_ms)
+{
+    struct cargo cargo = {.count = count};
+    if (count > MOST_DESCRIPTORS) return false;
+    memcpy(cargo.descriptors, descriptors, count * sizeof *descriptors);
+    return transfer(send_step, POLLOUT, (char *)bytes, size, &cargo, deadline_ms);
+}
+
+bool connection_receive_with(void *bytes, size_t size, int *descriptors, size_t *count, int deadline_ms)
+{
+    struct cargo cargo = {.count = 0};
+    bool ok = transfer(receive_step, POLLIN, bytes, size, &cargo, deadline_ms);
+    memcpy(descriptors, cargo.descriptors, cargo.count * sizeof *descriptors);
+    *count = cargo.count;
+    return ok;
 }
 
 void connection_before_fork(void)

@@ -32,6 +32,11 @@ enum readiness connection_wait(int milliseconds);
 bool connection_send(const void *bytes, size_t size, int deadline_ms);
 bool connection_receive(void *bytes, size_t size, int deadline_ms);
 
+/* The same with descriptors at the first byte. What is received is the caller's to close; close-on-exec. */
+#define MOST_DESCRIPTORS 253 /* the kernel's SCM_MAX_FD */
+bool connection_send_with(const void *bytes, size_t size, const int *descriptors, size_t count, int deadline_ms);
+bool connection_receive_with(void *bytes, size_t size, int *descriptors, size_t *count, int deadline_ms);
+
 /* Around fork: no descriptor comes to be between them, and the child gives up the one it inherited. */
 void connection_before_fork(void);
 void connection_after_fork_in_parent(void);

@@ -1,48 +1,51 @@
 #include "intercept.h"
 
-#include <stdatomic.h>
-
 #include "elf_symbols.h"
 #include "loaded_objects.h"
 
 /* What stands in for a call that nobody defines: an application with a weak reference and no driver. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define DRIVER_CALL(result, name, parameters, missing) \
+#define LINKER_CALL(result, name, parameters, missing) \
     static result missing_##name parameters \
     { \
         return missing; \
     }
-#define LINKER_CALL DRIVER_CALL
+#define CALL(result, name, base, since, threads, parameters, missing) LINKER_CALL(result, name, parameters, missing)
 #include "calls.def"
-#undef DRIVER_CALL
+#undef CALL
 #undef LINKER_CALL
 #pragma GCC diagnostic pop
 
+enum threads { LEGACY, PER_THREAD };
+
 struct call {
     const char *name;
+    const char *base; /* NULL: a call of the dynamic linker */
+    int since;
+    enum threads threads;
     void *wrapper;
     void *missing;
-    bool in_linker;
 };
 
-#define ROW(name, in_linker) {#name, (void *)wrap_##name, (void *)missing_##name, in_linker},
+#define FUNCTIONS(name) (void *)wrap_##name, (void *)missing_##name
 static const struct call calls[CALL_COUNT] = {
-#define DRIVER_CALL(result, name, parameters, missing) ROW(name, false)
-#define LINKER_CALL(result, name, parameters, missing) ROW(name, true)
+#define CALL(result, name, base, since, threads, parameters, missing) {#name, #base, since, threads, FUNCTIONS(name)},
+#define LINKER_CALL(result, name, parameters, missing) {#name, NULL, 0, LEGACY, FUNCTIONS(name)},
 #include "calls.def"
-#undef DRIVER_CALL
+#undef CALL
 #undef LINKER_CALL
 };
+
+const int newest_cuda_in_table = NEWEST_CUDA_IN_TABLE;
 
 /* What lookups have given: to applications, and to interposers that sit between us and the driver. */
 static _Atomic(void *) asked_by_application[CALL_COUNT];
 static _Atomic(void *) asked_by_interposer[CALL_COUNT];
 static _Atomic(void *) linker_functions[CALL_COUNT];
 
-/* An interposer behind us may hold our wrapper as its "real" function. Then we are entered a second time in the same
- * thread, and must go to the bottom of the chain instead of to the interposer again. */
-static _Thread_local unsigned char depth[CALL_COUNT];
+_Atomic(void *) known_function[CALL_COUNT];
+_Thread_local unsigned char call_depth[CALL_COUNT];
 
 enum call_id call_named(const char *name)
 {
@@ -70,20 +73,23 @@ static void *bottom_function(enum call_id id)
 
 void *function_behind(enum call_id id)
 {
-    void *function = depth[id] == 0 ? outer_function(id) : bottom_function(id);
+    void *function = call_depth[id] == 0 ? outer_function(id) : bottom_function(id);
     return function != NULL ? function : calls[id].missing;
 }
 
-struct passage passage_enter(enum call_id id)
+void *find_function(enum call_id id)
 {
-    struct passage passage = {.id = id, .function = function_behind(id)};
-    depth[id]++;
-    return passage;
+    if (call_depth[id] > 0) return function_behind(id);
+    void *function = outer_function(id);
+    if (function == NULL) return calls[id].missing;
+    atomic_store_explicit(&known_function[id], function, memory_order_release);
+    return function;
 }
 
-void passage_leave(struct passage *passage)
+void forget_known_functions(void)
 {
-    depth[passage->id]--;
+    for (enum call_id id = 0; id < CALL_COUNT; id++)
+        atomic_store_explicit(&known_function[id], NULL, memory_order_release);
 }
 
 void *linker_function(enum call_id id)
@@ -98,7 +104,7 @@ void *linker_function(enum call_id id)
 
 bool is_linker_call(enum call_id id)
 {
-    return calls[id].in_linker;
+    return calls[id].base == NULL;
 }
 
 bool defined_by_asker(enum call_id id, const void *asker)
@@ -116,20 +122,34 @@ bool is_ours(enum call_id id, const void *function)
     return function == calls[id].wrapper;
 }
 
+static void remember_asked(enum call_id id, void *found)
+{
+    atomic_store(&asked_by_application[id], found);
+    atomic_store(&known_function[id], found);
+}
+
 void *substitute(enum call_id id, void *found, bool asker_is_interposer)
 {
     if (is_ours(id, found)) return found;
     if (asker_is_interposer)
         atomic_store(&asked_by_interposer[id], found);
-    else if (!calls[id].in_linker)
-        atomic_store(&asked_by_application[id], found);
+    else if (!is_linker_call(id))
+        remember_asked(id, found);
     return calls[id].wrapper;
 }
 
-void substitute_proc_address(const char *symbol, int cuda_version, void **function)
+enum call_id call_asked_for(const char *base, int cuda_version, cuuint64_t flags)
 {
-    enum call_id id = call_named(symbol);
-    if (id == CALL_NONE || calls[id].in_linker || function == NULL || *function == NULL) return;
-    if (id == CALL_cuGetProcAddress && cuda_version >= CUDA_VERSION_OF_PROC_ADDRESS_V2) id = CALL_cuGetProcAddress_v2;
-    *function = substitute(id, *function, false);
+    enum call_id best = CALL_NONE;
+    bool per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0;
+    if (base == NULL || base[0] != 'c') return CALL_NONE;
+    for (enum call_id id = 0; id < CALL_COUNT; id++) {
+        const struct call *call = &calls[id];
+        if (call->base == NULL || call->since > cuda_version || !same_name(call->base, base)) continue;
+        if (call->threads == PER_THREAD && !per_thread) continue;
+        if (best == CALL_NONE || call->threads > calls[best].threads ||
+            (call->threads == calls[best].threads && call->since > calls[best].since))
+            best = id;
+    }
+    return best;
 }

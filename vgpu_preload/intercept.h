@@ -2,10 +2,11 @@
  *
  * A file in calls/ looks like this, and nothing else is needed beside its line in calls.def:
  *
- *     WRAP(CUresult, cuInit, (unsigned int flags))
+ *     WRAP(CUresult, cuMemRelease, (CUmemGenericAllocationHandle handle))
  *     {
- *         CUresult rc = NEXT(cuInit, flags);
- *         if (rc == CUDA_SUCCESS) helper_start();
+ *         PASS_GATE();
+ *         CUresult rc = NEXT(cuMemRelease, handle);
+ *         if (rc == CUDA_SUCCESS) forget(handle);
  *         return rc;
  *     }
  *
@@ -15,6 +16,7 @@
 #define VGPU_INTERCEPT_H
 
 #include <features.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -35,10 +37,10 @@
 #endif
 
 enum call_id {
-#define DRIVER_CALL(result, name, parameters, missing) CALL_##name,
-#define LINKER_CALL DRIVER_CALL
+#define CALL(result, name, base, since, threads, parameters, missing) CALL_##name,
+#define LINKER_CALL(result, name, parameters, missing) CALL_##name,
 #include "calls.def"
-#undef DRIVER_CALL
+#undef CALL
 #undef LINKER_CALL
     CALL_COUNT,
     CALL_NONE = CALL_COUNT
@@ -46,18 +48,31 @@ enum call_id {
 
 /* The function type, the exported name and the wrapper behind it. The wrapper has a hidden name of its own, so that its
  * address is ours whatever the executable or another preload defines under the public one. */
-#define DRIVER_CALL(result, name, parameters, missing) \
+#define LINKER_CALL(result, name, parameters, missing) \
     typedef result name##_function parameters; \
     EXPORTED result name parameters; \
     result wrap_##name parameters;
-#define LINKER_CALL DRIVER_CALL
+#define CALL(result, name, base, since, threads, parameters, missing) LINKER_CALL(result, name, parameters, missing)
 #include "calls.def"
-#undef DRIVER_CALL
+#undef CALL
 #undef LINKER_CALL
 
 #define WRAP(result, name, parameters) \
     EXPORTED result name parameters __attribute__((alias("wrap_" #name))); \
     result wrap_##name parameters
+
+/* What NEXT would call now, for whoever needs its address. */
+void *function_behind(enum call_id id);
+
+/* What was found for calls that have been made, so that a kernel launch looks nothing up. Forgotten at each cuInit: a
+ * driver library that was unloaded and loaded again has to be initialised again. */
+extern _Atomic(void *) known_function[CALL_COUNT];
+void *find_function(enum call_id id);
+void forget_known_functions(void);
+
+/* An interposer behind us may hold our wrapper as its "real" function. Then we are entered a second time in the same
+ * thread, and must go to the bottom of the chain instead of to the interposer again. */
+extern _Thread_local unsigned char call_depth[CALL_COUNT];
 
 /* One passage through a driver call in this thread; ends by itself at the end of NEXT. */
 struct passage {
@@ -65,17 +80,25 @@ struct passage {
     void *function;
 };
 
-struct passage passage_enter(enum call_id id);
-void passage_leave(struct passage *passage);
+static inline struct passage passage_enter(enum call_id id)
+{
+    void *function = call_depth[id] == 0 ? atomic_load_explicit(&known_function[id], memory_order_acquire) : NULL;
+    struct passage passage = {.id = id, .function = function != NULL ? function : find_function(id)};
+    call_depth[id]++;
+    return passage;
+}
 
-#define NEXT(name, ...) \
+static inline void passage_leave(struct passage *passage)
+{
+    call_depth[passage->id]--;
+}
+
+#define NEXT_WITH(name, arguments) \
     __extension__({ \
         __attribute__((cleanup(passage_leave))) struct passage passage = passage_enter(CALL_##name); \
-        ((name##_function *)passage.function)(__VA_ARGS__); \
+        ((name##_function *)passage.function) arguments; \
     })
-
-/* What NEXT would call now, for whoever needs its address. */
-void *function_behind(enum call_id id);
+#define NEXT(name, ...) NEXT_WITH(name, (__VA_ARGS__))
 
 /* The real linker call, to be jumped to: it may look at its return address to learn who asks. */
 #define NEXT_IN_LINKER(name) ((name##_function *)linker_function(CALL_##name))
@@ -99,7 +122,10 @@ bool is_ours(enum call_id id, const void *function);
 /* Remembers that `found` is what the application was about to use and gives the wrapper to use instead. */
 void *substitute(enum call_id id, void *found, bool asker_is_interposer);
 
-/* The same for the result of the driver's own cuGetProcAddress. */
-void substitute_proc_address(const char *symbol, int cuda_version, void **function);
+/* The form of a driver call that cuGetProcAddress means: by name, by the CUDA version and the flags asked with. */
+enum call_id call_asked_for(const char *base, int cuda_version, cuuint64_t flags);
+
+/* The newest CUDA version whose forms the table knows. */
+extern const int newest_cuda_in_table;
 
 #endif

@@ -17,7 +17,7 @@ static uint32_t little_endian(const unsigned char *at, int size)
 void frame_write(unsigned char header[FRAME_HEADER_SIZE], const struct frame *frame)
 {
     put_little_endian(header, FRAME_MAGIC, 4);
-    put_little_endian(header + 4, PROTOCOL_VERSION, 2);
+    put_little_endian(header + 4, frame->version, 2);
     put_little_endian(header + 6, frame->type, 2);
     put_little_endian(header + 8, frame->payload_size, 4);
     put_little_endian(header + 12, frame->sequence, 4);
@@ -25,15 +25,16 @@ void frame_write(unsigned char header[FRAME_HEADER_SIZE], const struct frame *fr
 
 bool frame_read(struct frame *frame, const unsigned char header[FRAME_HEADER_SIZE])
 {
+    frame->version = (uint16_t)little_endian(header + 4, 2);
     frame->type = (uint16_t)little_endian(header + 6, 2);
     frame->payload_size = little_endian(header + 8, 4);
     frame->sequence = little_endian(header + 12, 4);
-    return little_endian(header, 4) == FRAME_MAGIC && little_endian(header + 4, 2) == PROTOCOL_VERSION &&
-           frame->payload_size <= FRAME_MOST_PAYLOAD;
+    uint32_t most = frame->version == 2 ? FRAME_MOST_PAYLOAD_STAGED : FRAME_MOST_PAYLOAD;
+    return little_endian(header, 4) == FRAME_MAGIC && (frame->version == 1 || frame->version == 2) &&
+           frame->payload_size <= most;
 }
 
-/* "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx", the form nvidia-smi prints. */
-static void uuid_text(const CUuuid *uuid, char text[41])
+void uuid_text(const CUuuid *uuid, char text[41])
 {
     static const char digits[] = "0123456789abcdef";
     char *at = text;
@@ -59,7 +60,20 @@ static void write_devices(struct json_writer *json, const struct device_facts *f
     }
 }
 
-size_t hello_write(const struct hello *hello, char *buffer, size_t size)
+static void write_staged(struct json_writer *json, const struct hello_staged *staged)
+{
+    json_raw(json, "],\"mode\":\"staged\",\"protocol\":2,\"phase\":");
+    json_string(json, staged->phase);
+    json_raw(json, ",\"held\":{\"objects\":");
+    json_integer(json, (long)staged->objects);
+    json_raw(json, ",\"bytes\":");
+    json_integer(json, (long)staged->bytes);
+    json_raw(json, ",\"driver_bytes\":");
+    json_integer(json, (long)staged->driver_bytes);
+    json_raw(json, "}}");
+}
+
+size_t hello_write(const struct hello *hello, const struct hello_staged *staged, char *buffer, size_t size)
 {
     struct json_writer json = {.start = buffer, .at = buffer, .end = buffer + size};
     json_raw(&json, "{\"pid\":");
@@ -76,6 +90,9 @@ size_t hello_write(const struct hello *hello, char *buffer, size_t size)
     json_integer(&json, hello->facts.driver_version);
     json_raw(&json, ",\"devices\":[");
     write_devices(&json, &hello->facts);
-    json_raw(&json, "],\"mode\":\"driver\"}");
+    if (staged == NULL)
+        json_raw(&json, "],\"mode\":\"driver\"}");
+    else
+        write_staged(&json, staged);
     return json.overflow ? 0 : (size_t)(json.at - json.start);
 }

@@ -1,0 +1,12 @@
+/* INVENTORY: what this process holds, what the driver holds for it, and what stands in the way. */
+#ifndef VGPU_INVENTORY_H
+#define VGPU_INVENTORY_H
+
+#include "staging_frames.h"
+
+bool answer_inventory(const struct request *request, const struct device_facts *facts);
+
+/* The first thing that forbids to take memory away, as a fault: live imports and what is tied to them. */
+struct fault obstacle_to_release(void);
+
+#endif
