@@ -76,6 +76,11 @@ class Transcript:
         print(line, flush=True)
         self._lines.append(line)
 
+    def say_load(self, when: str) -> None:
+        """What else the machine was doing, which figures of a busy machine must be read with."""
+        way = "as usual" if os.sched_getscheduler(0) == os.SCHED_OTHER else "before all others (real time)"
+        self.say(f"load average {when} the run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; scheduled {way}")
+
     def text(self) -> str:
         """All of it."""
         return "".join(f"{line}\n" for line in self._lines)

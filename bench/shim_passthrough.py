@@ -3,6 +3,7 @@
 Paired: each round runs both, in alternating order, on the same machine state; the figure is the median difference.
 The low-level runtime is a small C program that does nothing, or the one that `--runtime` names (`RT state absent`).
 The shim is installed as `vgpu setup` installs it: a byte-compiled copy, an entry script with `/usr/bin/python3 -IS`.
+On a machine that does other work as well, start it under `chrt -r 1`: then neither of the two waits for a core.
 Ends with 1 when a call costs more than the 25 ms that a container start may lose to it. Called by `make bench`:
 
     python3 -m bench.shim_passthrough [--runs 200] [--python /usr/bin/python3] [--runtime /usr/bin/runc] [--write]
@@ -42,6 +43,7 @@ BUNDLE_SPEC = {"process": {"args": ["/bin/sh"]}, "root": {"path": "rootfs"}, "li
 def main() -> int:
     options = read_options()
     out = measurement.Transcript()
+    out.say_load("before")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         low_level = options.runtime or build_nothing(folder)
@@ -50,6 +52,7 @@ def main() -> int:
             f"{python_version(options.python)}, low-level runtime: {Path(low_level).name}, {options.runs} pairs each"
         )
         pairs = {key: measure(words, low_level, shim, options.runs) for key, words in calls(options, folder).items()}
+    out.say_load("after")
     for key, (alone, through) in pairs.items():
         out.say(describe(key, alone, through))
     rows = [made_row(key, alone, through) for key, (alone, through) in pairs.items()]

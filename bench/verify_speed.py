@@ -52,7 +52,9 @@ def main() -> int:
             "verify_tar": lambda: verify_archive(archive, policy),
         }
         out = Transcript()
+        out.say_load("before")
         rates = measure(runs, options.rounds, size_bytes, out)
+        out.say_load("after")
     rows = made_rows(rates, size_bytes)
     for made in rows:
         out.say(f"{made['what']}: {made['value']} GB/s, {made['ratio']} x the plain loop ({made['baseline']} GB/s)")

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import resource
 import select
@@ -32,9 +33,12 @@ from gpu_state.registration import Registration
 from gpu_state.remote_driver import RemoteDriver
 from gpu_state.server import Server
 from gpu_state.service import Service
-from gpu_state.staged_service import StagedService
+from gpu_state.staged_service import WARM_S, StagedService
+from gpu_state.staging.worker_client import StagingWorker
+from gpu_state.staging_reserve import StagingReserve, bytes_of, configured_bytes
 from gpu_state.staging_session import StagingWorkers
 from gpu_state.worker_pool import IDLE_S, WorkerPool
+from vgpu_errors import VgpuError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 RUN_DIR = Path("/run/vgpu")
 IDLE_EXIT_S = 300.0
 STOP_GRACE_S = 20.0
+WARM_UP_S = 60.0
 _TICK_S = 0.5
 _SWEEP_S = 2.0
 _FIRST_PASSED_FD = 3
@@ -78,16 +83,26 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_stopping = threading.Event()
         self._last_sweep = time.monotonic()
-        self._pool = WorkerPool(options.driver_dir or driver_folder(), idle_s=options.worker_idle)
-        driver = RemoteDriver(self._pool)
+        driver_dir = options.driver_dir or driver_folder()
+        self._reserve = _reserve(options.staging_reserve, run_dir, driver_dir)
+        # A node with a reserve is there for suspends: the driver worker's start would be a fifth of one.
+        worker_idle = options.worker_idle if self._reserve is None else math.inf
+        self._pool = WorkerPool(driver_dir, idle_s=worker_idle)
+        self._driver = driver = RemoteDriver(self._pool)
         self._registration = Registration(run_dir)
         inventory = Inventory(driver, self._registration.registered)
         journal = Journal(run_dir / "journal")
         tools = Tools(driver, inventory, self._registration, journal)
-        staging = StagingWorkers(options.driver_dir or driver_folder())
-        tolerance = Tolerance(own_most_bytes=options.own_most)
-        staged = StagedService(run_dir, driver, journal, self._registration, staging, tolerance=tolerance)
-        self._service = Service(tools, self._registration, staged, self.stop)
+        staged = StagedService(
+            run_dir,
+            driver,
+            journal,
+            self._registration,
+            StagingWorkers(driver_dir, self._reserve),
+            tolerance=Tolerance(own_most_bytes=options.own_most),
+            warm_s=WARM_S if self._reserve is None else math.inf,
+        )
+        self._service = Service(tools, self._registration, staged, self.stop, self._reserve)
         self._server = Server(self._service)
 
     def run(self) -> int:
@@ -98,6 +113,9 @@ class Agent:
         self._registration.start()
         recovery = threading.Thread(target=self._service.recover, name="recovery")
         recovery.start()
+        if self._reserve is not None:
+            self._reserve.start()
+            threading.Thread(target=self._warm_up, daemon=True, name="warm-up").start()
         _notify("READY=1")
         try:
             self._serve(listener, may_leave=passed is None)
@@ -109,6 +127,11 @@ class Agent:
             recovery.join()
             self._finish()
         return 0
+
+    def _warm_up(self) -> None:
+        """Have the driver worker load the driver now."""
+        with contextlib.suppress(VgpuError):
+            self._driver.node(Deadline(WARM_UP_S))
 
     def stop(self) -> None:
         """Ask the main thread to end; safe from any thread and from a signal handler."""
@@ -140,7 +163,9 @@ class Agent:
             threading.Thread(target=self._service.sweep, daemon=True, name="sweep").start()
 
     def _has_been_idle(self) -> bool:
-        if self._idle_s is None or not self._server.is_idle() or self._service.has_suspended():
+        if self._idle_s is None or self._reserve is not None:
+            return False
+        if not self._server.is_idle() or self._service.has_suspended():
             return False
         return time.monotonic() - self._server.last_active >= self._idle_s
 
@@ -165,6 +190,8 @@ class Agent:
             time.sleep(0.05)
         self._registration.close()
         self._pool.close()
+        if self._reserve is not None:
+            self._reserve.close()
 
 
 def _raise_descriptor_limit() -> None:
@@ -185,11 +212,28 @@ def _parser() -> argparse.ArgumentParser:
         "--own-most", type=int, default=OWN_MOST_BYTES, metavar="BYTES",
         help="device memory that a process's contexts may take for themselves (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--staging-reserve", type=_size, metavar="SIZE",
+        help="host memory to keep pinned for the next suspend, as 40G; 0 is none (default: from runtime.conf)",
+    )  # fmt: skip
     for name, default in (("idle-exit", IDLE_EXIT_S), ("worker-idle", IDLE_S), ("stop-grace", STOP_GRACE_S)):
         parser.add_argument(
             f"--{name}", type=float, default=default, metavar="S", help="seconds (default: %(default)s)"
         )
     return parser
+
+
+def _size(text: str) -> int:
+    size = bytes_of(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size")
+    return size
+
+
+def _reserve(size: int | None, run_dir: Path, driver_dir: str | None) -> StagingReserve | None:
+    if size is None:
+        size = configured_bytes()
+    return StagingReserve(size, run_dir, lambda: StagingWorker(driver_dir)) if size else None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_SOCKET = "/run/vgpu/agent.sock"
 AGENT_PROGRAM = "/usr/bin/vgpu-agent"
 AGENT_LOG = "/var/log/vgpu/agent.log"
-MAX_LINE_BYTES = 4 << 20
+MAX_LINE_BYTES = 32 << 20  # the answer of a staged freeze lists every object
 _POLL_S = 0.05
 _FAILED_STARTS = 3
 

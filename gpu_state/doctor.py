@@ -188,6 +188,22 @@ def space(path: str, free_bytes: int, gpu_bytes: int) -> Check:
     return Check("space", "warn", f"{text}, a checkpoint may need {needed / (1 << 30):.1f} GiB", "Free space there.")
 
 
+def staging_reserve(wanted_bytes: int, facts: Mapping[str, Any] | None) -> Check | None:
+    """The agent keeps what `staging_reserve` asks for; None where it asks for nothing."""
+    key, found = "staging reserve", (facts or {}).get("staging_reserve")
+    if found is None:
+        if not wanted_bytes or facts is None:
+            return None
+        return Check(key, "warn", "the running agent was started without it", "Restart the agent.")
+    text = f"{found['bytes'] / (1 << 30):.1f} GiB, {found['state']}"
+    if not found["problem"]:
+        return Check(key, "ok", text)
+    return Check(
+        key, "warn", f"{text}: {found['problem']}",
+        "Lower 'staging_reserve', or give the node's memory file system (/dev/shm, or hugetlbfs) that much room.",
+    )  # fmt: skip
+
+
 def blockers(pid: int, comm: str, files: Sequence[str], tracer: int) -> list[Check]:
     """What a process holds that neither the driver nor CRIU can take along, as far as /proc shows it."""
     named = f"process {pid} ({comm})"

@@ -1,7 +1,7 @@
 """Says where libcuda.so.1 of this node lies when the dynamic loader does not know it by itself.
 
-Reads one key, `driver_dir`, of /etc/vgpu/runtime.conf; the hook's settings reader is not imported, because neither side
-may depend on the other. Used by the agent and by `vgpu doctor` to start the driver worker.
+Reads `driver_dir` of /etc/vgpu/runtime.conf; the hook's settings reader is not imported, because neither side may depend on
+the other. Used by the agent and by `vgpu doctor` to start the driver worker, and by staging_reserve.py for its own key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNUSUAL = (
 
 def driver_folder(config: Path = RUNTIME_CONF) -> str | None:
     """The folder to put in front of LD_LIBRARY_PATH; None where the loader finds the driver alone."""
-    named = _configured(config)
+    named = configured("driver_dir", config)
     if named is not None:
         return named
     if any((Path(folder) / LIBRARY).exists() for folder in _USUAL):
@@ -42,13 +42,14 @@ def worker_environment(folder: str | None) -> dict[str, str]:
     return environment
 
 
-def _configured(config: Path) -> str | None:
+def configured(wanted: str, config: Path = RUNTIME_CONF) -> str | None:
+    """The value of one key; None where it is not set."""
     try:
         lines = config.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
         key, _, value = line.partition("=")
-        if key.strip() == "driver_dir" and value.strip():
+        if key.strip() == wanted and value.strip():
             return value.strip()
     return None

@@ -10,9 +10,12 @@ not known. Less than nothing, or more than the bound, is memory that nobody list
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vgpu_errors import InventoryMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # A context costs 0.55 GiB on an H200 (DESIGN section 4); libraries load their kernels beside it.
 OWN_MOST_BYTES = 1536 << 20
@@ -29,6 +32,12 @@ class Tally:
     zero_bytes: int
     dedup_bytes: int
 
+    @classmethod
+    def sum(cls, tallies: Iterable[Tally]) -> Tally:
+        """All devices together."""
+        parts = list(tallies)
+        return cls(*(sum(getattr(part, name) for part in parts) for name in cls.__slots__))
+
     def to_json(self) -> dict[str, int]:
         """The form in answers."""
         return {name: int(getattr(self, name)) for name in self.__slots__}
@@ -41,7 +50,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInventory:
-    """What is claimed of one device. `used_bytes` is the driver's figure for all processes that freeze, None where it has none."""
+    """What is claimed of one device, or of all.
+
+    `used_bytes` is the driver's figure for all processes that freeze, None where it has none; `processes` counts contexts.
+    """
 
     uuid: str
     allocated_bytes: int
@@ -54,7 +66,7 @@ class DeviceInventory:
 class Tolerance:
     """The bounds, to be stated with every proof."""
 
-    own_most_bytes: int = OWN_MOST_BYTES  # for each process
+    own_most_bytes: int = OWN_MOST_BYTES  # for each process on each device
     rounding_bytes: int = ROUNDING_BYTES
 
 

@@ -98,7 +98,9 @@ class Held:
     @classmethod
     def from_json(cls, doc: Any) -> Held:
         """Parse one of `driver_held`."""
-        count = doc.get("count", 0) if isinstance(doc, dict) else 0
+        if not isinstance(doc, dict):
+            raise FrameError("an entry of driver_held is no object")
+        count = doc.get("count", 0)
         return cls(str(doc.get("kind", "")), count if _is_count(count) else 0, _count(doc, "bytes"))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpu_state.requests import Request
     from gpu_state.staged_freeze import StagedFreeze
     from gpu_state.staged_service import StagedService
+    from gpu_state.staging_reserve import StagingReserve
 
 VERSION = "0.1.0"
 _LOOK_S = 1.0
@@ -62,9 +63,15 @@ class Service:
     """The agent without its sockets."""
 
     def __init__(
-        self, tools: Tools, registration: Registration, staged: StagedService, stop: Callable[[], None]
+        self,
+        tools: Tools,
+        registration: Registration,
+        staged: StagedService,
+        stop: Callable[[], None],
+        reserve: StagingReserve | None = None,
     ) -> None:
         self._tools = tools
+        self._reserve = reserve
         self._staged = staged
         self._registration = registration
         self._stop = stop
@@ -107,14 +114,15 @@ class Service:
         }
 
     def facts(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
-        """What this node is."""
+        """What this node is, and how far the reserve is."""
         node = self._node(self._deadline(request, caller))
-        return node_facts.gather(
+        facts = node_facts.gather(
             driver_release=node.release if node else None,
             cuda_version=node.cuda_version if node else None,
             devices=node.devices if node else (),
             runtime_path=request.args.text_or_none("runtime"),
-        ).to_json()
+        )
+        return facts.to_json() | {"staging_reserve": self._reserve.to_json() if self._reserve is not None else None}
 
     def inventory(self, request: Request, caller: Caller, _phases: Phases) -> dict[str, Any]:
         """The GPU processes of a cgroup."""
@@ -200,12 +208,16 @@ class Service:
         with self._alone(order.container, "suspend"):
             self._refuse_if_leased(order.container, "suspend")
             staged = self._staged.suspend_to(order.container, args.text_or_none("to"))
-            frozen = self._freeze(order, staged, request, caller, phases)
+            try:
+                frozen = self._freeze(order, staged, request, caller, phases)
+            except Exception:
+                self._staged.forget_store(order.container, StagedPart((), staged.store, is_suspend=True))
+                raise
             try:
                 lease = self._put_away(frozen.lease, staged, self._deadline(request, caller), phases)
             except Exception:
                 self._staged.keep(order.container, staged)
-                self._back_from_suspend(frozen.lease, phases)
+                self._back_from_suspend(frozen.lease)
                 raise
             with self._guard:
                 self._leases[lease.id] = lease, None
@@ -220,17 +232,17 @@ class Service:
     def _put_away(self, lease: Lease, staged: StagedFreeze, deadline: Deadline, phases: Phases) -> Lease:
         """Everything into the store, then the device memory goes. The journal says `suspended` only from here on."""
         staged.drain(deadline, phases)
-        part = lease.staged or StagedPart((), None)
-        lease = replace(lease, staged=replace(part, is_complete=True, is_suspended=True))
+        part = lease.staged or StagedPart((), staged.store)
+        lease = replace(lease, staged=replace(part, is_complete=True, is_suspend=True, is_suspended=True))
         self._tools.journal.write(lease)
         with phases("let memory go"):
             staged.let_memory_go(deadline)
         self._staged.keep_warm(lease.container, staged)
         return lease
 
-    def _back_from_suspend(self, lease: Lease, phases: Phases) -> None:
+    def _back_from_suspend(self, lease: Lease) -> None:
         try:
-            self._thaw(lease, Deadline(_ABANDON_S), phases)
+            self._thaw(lease, Deadline(_ABANDON_S), None)
             self._staged.end(lease.container, keeps_store=False)
         except Exception:
             self._go_on_undoing(lease.container)
@@ -245,16 +257,18 @@ class Service:
                 raise AgentRefused(verb="resume", what=f"container {container} is not suspended")
             lease = replace(lease, device_map=request.args.device_map() or lease.device_map)
             # What fails leaves the container suspended: the journal entry goes last.
-            self._staged.begin_resume(lease, deadline)
+            fill = self._staged.begin_resume(lease, deadline)
             try:
                 self._thaw(lease, deadline, phases)
             finally:
                 self._staged.end_prefill(container)
             self._take(lease.id)
-            if lease.staged is not None:
-                self._staged.forget_store(lease.container, lease.staged)
             found = self._find(container, lease.cgroup, deadline)
-        return {"processes": [process.to_json() for process in found], "phases": phases.to_json()}
+        return {
+            "processes": [process.to_json() for process in found],
+            "phases": phases.to_json(),
+            "fill": None if fill is None else {"bytes": fill.bytes, "seconds": fill.seconds},
+        }
 
     def release(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:
         """End a lease: leave the processes as they are, or thaw them."""
@@ -297,12 +311,12 @@ class Service:
                 caller.process,
                 tuple((process.identity, process.shown.comm) for process in found),
                 device_map=args.device_map(),
+                # An agent that takes over makes the memory anew from the image.
+                staged=self._staged.restored_part(container, found, handle) if handle is not None else None,
             )
             self._tools.journal.write(lease)
             self._thaw(lease, deadline, phases)
-            if handle is not None:
-                self._staged.thaw_restored(container, found, handle, deadline, phases)
-                self._leave_patron(container)
+            self._leave_patron(container)
             found = self._find(container, cgroup, deadline)
         return {"processes": [process.to_json() for process in found], "phases": phases.to_json()}
 
@@ -353,6 +367,7 @@ class Service:
             with self._guard:
                 self._leases[lease.id] = lease, None
             if lease.is_suspended:
+                self._staged.settle(lease.container)
                 continue
             if lease.owner.is_alive():
                 threading.Thread(target=self._await_owner, args=(lease,), daemon=True).start()
@@ -409,8 +424,6 @@ class Service:
                     return
             self._take(lease.id)
             self._staged.end(lease.container, keeps_store=False)
-            if lease.staged is not None:
-                self._staged.forget_store(lease.container, lease.staged)
 
     def _thaw(self, lease: Lease, deadline: Deadline, phases: Phases | None, *, is_patient: bool = False) -> None:
         """The one way back: cgroup first, so that the processes can work at their own restore; journal last."""
@@ -441,6 +454,8 @@ class Service:
             raise failures[0]
         # After a failure the entry stays: the next start of the agent tries again with whatever is still alive.
         self._tools.journal.remove(lease.container)
+        if lease.staged is not None:
+            self._staged.forget_store(lease.container, lease.staged)
 
     # ---- small things ------------------------------------------------------------------------------------
 

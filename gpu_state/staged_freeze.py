@@ -11,7 +11,8 @@ with the reason stated; one that neither can take is refused before anything is 
    prove      inventory against the driver's own figure     the same
    final      what changed since the last round is taken    the same
    release    unmapped and given away; addresses reserved   the next agent maps from the keeper's fds, opens
-Then the driver's lock and checkpoint follow (freeze.py). A gate is never left to itself: the undo of `rest` is pushed before it
+Then the driver's lock and checkpoint follow (freeze.py). In a suspend the copies that `final` has begun go on meanwhile, from
+the agent's own mappings: nothing changes behind a closed gate, and the objects live on when the application lets go. A gate is never left to itself: the undo of `rest` is pushed before it
 is asked for, and the journal names every process whose gate may be closed.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gpu_state import blockers
-from gpu_state.inventory_proof import DeviceInventory, Proof, Tolerance, prove
+from gpu_state.inventory_proof import DeviceInventory, Proof, Tally, Tolerance, prove
 from gpu_state.preload_link import close_all
 from gpu_state.staged_lease import StagedPart, StagedProcess
 from gpu_state.staged_thaw import Memory, StagedThaw
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from gpu_state.fd_keeper import Keeper
     from gpu_state.import_marks import ImportMarks
     from gpu_state.inventory import FoundProcess
-    from gpu_state.inventory_proof import Tally
     from gpu_state.leases import Journal, Lease
     from gpu_state.phases import Phases
     from gpu_state.preload_link import PreloadLink
@@ -84,6 +84,7 @@ class StagedFigures:
 
     reasons: dict[int, str] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    copied_s: float | None = None
     proofs: list[Proof] = field(default_factory=list)
 
 
@@ -106,7 +107,7 @@ class StagedFreeze:
         self._tools = tools
         self._driver = driver
         self._journal = journal
-        self._store = store
+        self.store = store
         self._is_suspend = is_suspend
         self._copies_while_running = copies_while_running
         self._set_aside = set_aside
@@ -138,7 +139,7 @@ class StagedFreeze:
 
     def _may_be_staged(self, found: list[FoundProcess]) -> bool:
         links = self._tools.preloads.links(self._container)
-        return self._store is not None and any(
+        return self.store is not None and any(
             process.pid in links or self._tools.wants_preload(process.pid) for process in found
         )
 
@@ -175,7 +176,7 @@ class StagedFreeze:
         self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline
     ) -> tuple[str | None, Holdings | None]:
         """Why the process is left to the driver; raises where nobody can take it."""
-        if self._store is None:
+        if self.store is None:
             return "the client names no place for its memory", None
         if link is None:
             wanted = self._tools.wants_preload(process.pid)
@@ -245,7 +246,7 @@ class StagedFreeze:
         self._forget_ended({process.identity for process in found}, deadline)
         if not known:
             return lease
-        undo.push(self._bring_back, phases)
+        undo.push(self._bring_back)
         # Before the gates close: the keeper costs a process start, and most of what it holds is known by now.
         self._keeper.start([process.pid for process in known])
         self._keeper.put(self.memory.fds, deadline)
@@ -255,7 +256,8 @@ class StagedFreeze:
             self._last_look(known, deadline)
             lease = self._note(lease)
         with phases("final copy"):
-            tallies = self._worker().final(deadline, set_aside=self._set_aside)
+            # Nothing runs again before a suspend's drain, so its copies need not be waited for.
+            tallies = self._worker().final(deadline, set_aside=self._set_aside, settles=not self._is_suspend)
         with phases("prove"):
             self._prove(tallies, deadline)
         with phases("release"):
@@ -287,29 +289,40 @@ class StagedFreeze:
             raise PreloadFailed(pid=process.pid, request=f"EXPORT of process {process.pid}", what=what)
 
     def _prove(self, tallies: Mapping[str, Tally], deadline: Deadline) -> None:
-        """What was taken, what is listed and what the driver counts agree, on every device."""
-        used = self._driver.node(deadline).device_bytes
-        for uuid in sorted({held.uuid for holdings in self._holdings.values() for held in holdings.objects}):
-            inventory = self._inventory_of(uuid, used.get(uuid, {}))
-            self.figures.proofs.append(prove(inventory, tallies[uuid], self._tools.tolerance))
+        """What was taken, what is listed and what the driver counts agree.
 
-    def _inventory_of(self, uuid: str, used: Mapping[int, int]) -> DeviceInventory:
-        on_device = {
-            identity: [held.size for held in holdings.objects if held.uuid == uuid]
-            for identity, holdings in self._holdings.items()
-        }
-        sizes = {identity: sum(held) for identity, held in on_device.items() if held}
-        allocated = sum(sizes.values())
-        # The preload does not say on which device small memory lies; only with one device is it known.
-        held_bytes = sum(self._holdings[identity].driver_bytes for identity in sizes)
-        witness = sum(used.get(identity.pid, 0) for identity in sizes) or None
-        if witness is not None and self._tools.marks.of(self._container) & set(sizes):
+        Preloads do not say on which device small memory lies. So with several devices each is proved by what was taken
+        from it, and all of them together by what the driver counts.
+        """
+        sizes: dict[str, int] = {}
+        for holdings in self._holdings.values():
+            for held in holdings.objects:
+                sizes[held.uuid] = sizes.get(held.uuid, 0) + held.size
+        used = self._used_bytes(deadline)
+        witness, contexts = (sum(used), len(used)) if used else (None, len(self._holdings))
+        held_bytes = sum(holdings.driver_bytes for holdings in self._holdings.values())
+        if witness is not None and self._tools.marks.of(self._container) & set(self._holdings):
             # Whether the driver counts memory for a process that another process made is not known: it may count less.
-            witness = max(witness, allocated + held_bytes)
-        return DeviceInventory(uuid, allocated, held_bytes, len(sizes), witness)
+            witness = max(witness, sum(sizes.values()) + held_bytes)
+        parts = [(uuid, size, tallies[uuid]) for uuid, size in sorted(sizes.items())]
+        if len(parts) > 1:
+            self.figures.proofs += [
+                prove(DeviceInventory(uuid, size, 0, contexts, None), tally, self._tools.tolerance)
+                for uuid, size, tally in parts
+            ]
+            parts = [("all devices", sum(sizes.values()), Tally.sum(tally for _, _, tally in parts))]
+        for uuid, size, tally in parts:
+            inventory = DeviceInventory(uuid, size, held_bytes, contexts, witness)
+            self.figures.proofs.append(prove(inventory, tally, self._tools.tolerance))
+
+    def _used_bytes(self, deadline: Deadline) -> list[int]:
+        """NVML's figures for the staged processes, one for each process and device."""
+        by_device = self._driver.node(deadline).device_bytes.values()
+        pids = [identity.pid for identity in self._holdings]
+        return [used[pid] for used in by_device for pid in pids if used.get(pid)]
 
     def _note(self, lease: Lease) -> Lease:
-        self.part = StagedPart(tuple(self._known.values()), self._store, is_suspend=self._is_suspend)
+        self.part = StagedPart(tuple(self._known.values()), self.store, is_suspend=self._is_suspend)
         lease = replace(lease, staged=self.part)
         self._journal.write(lease)
         return lease
@@ -333,10 +346,13 @@ class StagedFreeze:
             raise PreloadFailed(pid=identity.pid, request=f"anything of {comm}", what="its connection ended")
         return link
 
-    def _bring_back(self, phases: Phases) -> None:
-        """The undo of all of `stop`; runs after the driver has been undone and the control socket is back."""
+    def _bring_back(self) -> None:
+        """The undo of all of `stop`; runs after the driver has been undone and the control socket is back.
+
+        Tells nobody: the client may be gone, and that must not keep a gate closed.
+        """
         if self.part is not None:
-            self.thaw(phases).run(self.part)
+            self.thaw().run(self.part)
 
     # ---- afterwards ------------------------------------------------------------------------------------------
 
@@ -363,6 +379,7 @@ class StagedFreeze:
             return None
         with phases("drain"):
             self._staging.drain(deadline, phases.bytes)
+            self.figures.copied_s = self._staging.copied_s
             self.fragment = self._staging.write_fragment(deadline)
         return self.fragment
 

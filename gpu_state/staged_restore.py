@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from gpu_state.inventory import FoundProcess
     from gpu_state.phases import Phases
     from gpu_state.staging_seam import Staging
-    from image_format.record import ProcessEntry, Record
+    from image_format.gpu_objects import ObjectEntry
+    from image_format.record import Record
 
+# The worker hears that nobody waits within a slice, or is killed (worker_client.py).
+GIVE_UP_S = 5.0
 _SLICE_S = 0.05
 log = logging.getLogger("vgpu-agent")
 
@@ -47,10 +51,22 @@ class WantedProcess:
 class Prefill:
     """One store being brought onto the GPUs."""
 
-    def __init__(self, wanted: tuple[WantedProcess, ...], open_store: Callable[[], Staging]) -> None:
+    def __init__(
+        self,
+        wanted: tuple[WantedProcess, ...],
+        open_store: Callable[[], Staging],
+        put_away: Callable[[Staging], None] | None = None,
+        *,
+        store: str,
+        device_map: Map[str, str],
+    ) -> None:
         self.handle = secrets.token_hex(16)
+        self.seconds: float | None = None
         self._open_store = open_store
+        self._put_away = put_away or (lambda staging: staging.close(keeps_store=True))
         self._wanted = wanted
+        self._store = store
+        self._device_map = device_map
         self._fds: dict[str, int] = {}
         self._problem: BaseException | None = None
         self._is_done = threading.Event()
@@ -96,25 +112,27 @@ class Prefill:
             if process is None:
                 raise RestoreFailed(what=f"process {wanted.ns_pid} ({wanted.comm}) of the checkpoint has not come back")
             processes.append(StagedProcess(process.identity, wanted.comm, wanted.ns_pid, wanted.objects))
-        return StagedPart(tuple(processes))
+        return StagedPart(tuple(processes), self._store, is_complete=True)
 
     def close(self) -> None:
         """Let everything go that was not fetched; stops filling."""
         self._is_given_up.set()
         if self._staging is not None:
-            self._staging.close(keeps_store=True)
-            self._is_done.wait(5.0)
+            self._is_done.wait(GIVE_UP_S)
+            self._put_away(self._staging)
         close_all(self._fds)
         self._fds = {}
 
     def _fill(self, staging: Staging, deadline: Deadline) -> None:
         objects = {f"{process.ns_pid}/{held.id}": held for process in self._wanted for held in process.objects}
+        began = time.monotonic()
         try:
-            fds = staging.fill(objects, deadline, self._tell)
+            fds = staging.fill(moved(objects, self._device_map), deadline, self._tell)
             if self._is_given_up.is_set():
                 close_all(fds)
             else:
                 self._fds = fds
+            self.seconds = time.monotonic() - began
         except VgpuError as problem:
             log.warning("prefill: %s", problem)
             self._problem = problem
@@ -142,28 +160,23 @@ def checked_record(image_path: str, content_root: str) -> Record:
     return record
 
 
-def wanted_processes(record: Record, device_map: Map[str, str]) -> tuple[WantedProcess, ...]:
-    """The record's staged processes, with objects on the devices that take the place of the old ones."""
+def wanted_processes(record: Record) -> tuple[WantedProcess, ...]:
+    """The record's staged processes."""
     return tuple(
-        WantedProcess(process.ns_pid, process.comm, _objects(process, device_map))
+        WantedProcess(process.ns_pid, process.comm, tuple(map(_object, process.objects)))
         for process in record.processes
         if process.mode == "staged"
     )
 
 
-def _objects(process: ProcessEntry, device_map: Map[str, str]) -> tuple[DeviceObject, ...]:
-    return tuple(
-        DeviceObject(
-            id=entry.id,
-            size=entry.size,
-            device=entry.device,
-            uuid=device_map.get(entry.uuid, entry.uuid),
-            kind=entry.kind,
-            requested=entry.requested,
-            mappings=tuple(
-                Mapping(place.va, place.size, place.offset, tuple((pair[0], pair[1]) for pair in place.access))
-                for place in entry.mappings
-            ),
-        )
-        for entry in process.objects
+def moved(objects: Map[str, DeviceObject], device_map: Map[str, str]) -> dict[str, DeviceObject]:
+    """The same objects on the devices that take the place of the old ones."""
+    return {name: replace(held, uuid=device_map.get(held.uuid, held.uuid)) for name, held in objects.items()}
+
+
+def _object(entry: ObjectEntry) -> DeviceObject:
+    mappings = tuple(
+        Mapping(place.va, place.size, place.offset, tuple((pair[0], pair[1]) for pair in place.access))
+        for place in entry.mappings
     )
+    return DeviceObject(entry.id, entry.size, entry.device, entry.uuid, entry.kind, entry.requested, mappings)

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ from gpu_state.import_marks import ImportMarks
 from gpu_state.inventory_proof import Tolerance
 from gpu_state.phases import Phases
 from gpu_state.staged_freeze import StagedFreeze, StagedTools, wants_preload
-from gpu_state.staged_restore import Prefill, WantedProcess, checked_record, wanted_processes
+from gpu_state.staged_restore import Prefill, WantedProcess, checked_record, moved, wanted_processes
 from gpu_state.staged_thaw import Memory, StagedThaw
 from vgpu_errors import AgentRefused, VgpuError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gpu_state.deadline import Deadline
     from gpu_state.inventory import FoundProcess
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from gpu_state.staging_seam import Staging, StagingFactory
 
 # A worker with contexts and a pinned pool resumes at once; without it a resume pays for both. It keeps about half a gigabyte
-# of each GPU, so it is let go after a while.
+# of each GPU, so it is let go after a while; not so where a reserve says that this is what the node is for.
 WARM_S = 60.0
 log = logging.getLogger("vgpu-agent")
 
@@ -53,8 +54,10 @@ class StagedService:
         staging: StagingFactory,
         *,
         tolerance: Tolerance | None = None,
+        warm_s: float = WARM_S,
     ) -> None:
         self._run_dir = run_dir
+        self._warm_s = warm_s
         self._driver = driver
         self._journal = journal
         self._registration = registration
@@ -189,22 +192,12 @@ class StagedService:
             for worker in workers:
                 worker.close(keeps_store=True)
 
-    def thaw_restored(
-        self, container: str, found: list[FoundProcess], handle: str, deadline: Deadline, phases: Phases
-    ) -> None:
-        """After a CRIU restore: hand the filled objects to the processes, which know them by the pids of their namespace."""
+    def restored_part(self, container: str, found: list[FoundProcess], handle: str) -> StagedPart:
+        """What a restore is to hand over: the prefilled objects, to the processes that CRIU has brought back."""
         prefill = self._prefills.get(container)
         if prefill is None or prefill.handle != handle:
             raise AgentRefused(verb="thaw", what=f"there is no prefill {handle} of container {container}")
-        part = prefill.part_for(found)
-        memory = Memory(self._keeper(container))
-        with phases("wait for fill"):
-            memory.add(prefill.descriptors(deadline, phases))
-        try:
-            StagedThaw(container, *self._ways(), memory, deadline=deadline, phases=phases).run(part)
-        finally:
-            memory.clear()
-            self.end_prefill(container)
+        return prefill.part_for(found)
 
     # ---- restore -----------------------------------------------------------------------------------------------
 
@@ -213,29 +206,38 @@ class StagedService:
     ) -> dict[str, Any]:
         """Begin to make and fill the objects of an image, while the low-level runtime restores the CPU side."""
         self.end_prefill(container)
-        wanted = wanted_processes(checked_record(image_path, content_root), device_map)
-        prefill = self._begin_fill(container, wanted, image_path, deadline)
+        wanted = wanted_processes(checked_record(image_path, content_root))
+        prefill = self._begin_fill(container, wanted, image_path, deadline, device_map=device_map)
         return {"handle": prefill.handle, "objects": prefill.count, "bytes": prefill.bytes}
 
-    def begin_resume(self, lease: Lease, deadline: Deadline) -> None:
+    def begin_resume(self, lease: Lease, deadline: Deadline) -> Prefill | None:
         """Begin to fill a suspended container's memory, while the driver brings its control state back."""
         part = lease.staged
         if part is None or part.store is None or not part.bytes:
-            return
-        wanted = [
-            WantedProcess(process.ns_pid, process.comm, tuple(moved(process.names(), lease.device_map).values()))
-            for process in part.processes
-        ]
+            return None
+        wanted = tuple(WantedProcess(process.ns_pid, process.comm, process.objects) for process in part.processes)
         self.end_prefill(lease.container)
-        self._begin_fill(lease.container, tuple(wanted), part.store, deadline)
+        put_away = partial(self._cool_down, lease.container)
+        return self._begin_fill(lease.container, wanted, part.store, deadline, put_away, device_map=lease.device_map)
 
     def keep_warm(self, container: str, freeze: StagedFreeze) -> None:
         """A suspend is done: keep its worker for a while, the container may come back soon."""
         staging = freeze.take_staging()
         freeze.close(keeps_store=True)
         if staging is not None:
-            with self._guard:
-                self._warm[container] = staging, time.monotonic()
+            self._put_warm(container, staging)
+
+    def _put_warm(self, container: str, staging: Staging) -> None:
+        with self._guard:
+            self._warm[container] = staging, time.monotonic()
+
+    def _cool_down(self, container: str, staging: Staging) -> None:
+        """After a resume: the worker waits for what becomes of the store, without the application's memory."""
+        if not staging.is_usable:
+            staging.close(keeps_store=True)
+            return
+        staging.let_objects_go_soon()
+        self._put_warm(container, staging)
 
     def _take_warm(self, container: str) -> Staging | None:
         with self._guard:
@@ -245,8 +247,20 @@ class StagedService:
         staging.close(keeps_store=True)
         return None
 
-    def _begin_fill(self, container: str, wanted: tuple[WantedProcess, ...], store: str, deadline: Deadline) -> Prefill:
-        prefill = Prefill(wanted, lambda: self._take_warm(container) or self._staging.open(store, kind=""))
+    def _begin_fill(
+        self,
+        container: str,
+        wanted: tuple[WantedProcess, ...],
+        store: str,
+        deadline: Deadline,
+        put_away: Callable[[Staging], None] | None = None,
+        *,
+        device_map: Mapping[str, str],
+    ) -> Prefill:
+        def open_store() -> Staging:
+            return self._take_warm(container) or self._staging.open(store, kind="")
+
+        prefill = Prefill(wanted, open_store, put_away, store=store, device_map=device_map)
         with self._guard:
             self._prefills[container] = prefill
         try:
@@ -292,16 +306,20 @@ class StagedService:
             return
         warm = self._take_warm(container)
         if warm is not None:
-            warm.close(keeps_store=True)
+            warm.close(keeps_store=False)
         with contextlib.suppress(VgpuError, OSError):
             self._staging.open(part.store, kind="").close(keeps_store=False)
         shutil.rmtree(part.store, ignore_errors=True)
+
+    def settle(self, container: str) -> None:
+        """A suspended container whose agent was killed: its content is in the store, so nobody keeps device memory for it."""
+        self._keeper(container).drop()
 
     def sweep(self) -> None:
         """Forget marks of processes that have ended, and let workers go that were kept in vain."""
         self._marks.sweep()
         with self._guard:
-            old = [name for name, (_, since) in self._warm.items() if time.monotonic() - since > WARM_S]
+            old = [name for name, (_, since) in self._warm.items() if time.monotonic() - since > self._warm_s]
             idle = [self._warm.pop(name)[0] for name in old]
         for staging in idle:
             staging.close(keeps_store=True)
@@ -334,11 +352,6 @@ class StagedService:
         return Keeper(self._run_dir / "keep", container)
 
 
-def moved(objects: Mapping[str, Any], device_map: Mapping[str, str]) -> dict[str, Any]:
-    """The same objects on the devices that take the place of the old ones."""
-    return {name: replace(held, uuid=device_map.get(held.uuid, held.uuid)) for name, held in objects.items()}
-
-
 def staged_json(freeze: StagedFreeze) -> dict[str, Any]:
     """What `freeze` and `drain` tell of the staged side."""
     part, figures = freeze.part, freeze.figures
@@ -352,5 +365,6 @@ def staged_json(freeze: StagedFreeze) -> dict[str, Any]:
             {"changed_bytes": done.changed_bytes, "copied_bytes": done.copied_bytes, "seconds": round(done.seconds, 4)}
             for done in figures.rounds
         ],
+        "copied_s": figures.copied_s,
         "proof": [proof.to_json() for proof in figures.proofs],
     }

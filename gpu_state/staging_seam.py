@@ -49,10 +49,11 @@ class Staging(Protocol):
         """One more round would make the stop shorter."""
         ...
 
-    def final(self, deadline: Deadline, *, set_aside: bool) -> Mapping[str, Tally]:
+    def final(self, deadline: Deadline, *, set_aside: bool, settles: bool = True) -> Mapping[str, Tally]:
         """Take what has changed since, all processes being at rest; set aside on the GPU what need not be waited for.
 
-        What became of every byte, by device.
+        What became of every byte, by device. Where it does not `settle`, copies from the objects go on until `drain`; the
+        processes must not run before that, but may have let go of the objects.
         """
         ...
 
@@ -64,8 +65,17 @@ class Staging(Protocol):
         """Write down where each chunk lies; the store is complete and durable with it. None where nothing was stored."""
         ...
 
+    @property
+    def copied_s(self) -> float:
+        """Seconds from the beginning of `final` until the last copy had arrived; known after `drain`."""
+        ...
+
     def let_objects_go(self, deadline: Deadline) -> None:
         """Hold no device memory any more."""
+        ...
+
+    def let_objects_go_soon(self) -> None:
+        """The same, without waiting: whatever is asked next comes after it."""
         ...
 
     def fill(self, objects: Mapping[str, DeviceObject], deadline: Deadline, tell: Tell) -> dict[str, int]:
@@ -78,7 +88,7 @@ class Staging(Protocol):
         ...
 
     def close(self, *, keeps_store: bool) -> None:
-        """End the worker. What it has written is removed, unless the store is kept."""
+        """End the work. What was written is removed, unless the store is kept; the worker itself may end later."""
         ...
 
 

@@ -3,7 +3,9 @@
 Puts typed calls in front of the worker's verbs (gpu_state/staging/worker.py) and knows where a store lies:
   packs    a folder with `vgpu-pack-NNNNN.bin` and the fragment that says where each chunk is, or a sealed image
   memory   a pool in a memory file system, which `store.json` in the store's folder names, beside the fragment
-The worker is started at first use, so that removing a store costs no process. Decides no order of steps.
+The worker is started at first use, so that removing a store costs no process; the spare one of the reserve
+(staging_reserve.py) comes first. Ending a worker takes seconds, for the kernel unpins its memory, and nobody waits for that.
+Decides no order of steps.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_state.inventory_proof import Tally
 from gpu_state.staging.round_policy import RoundPolicy, RoundReport
 from gpu_state.staging.slots import CHUNK_BYTES
-from gpu_state.staging.worker_client import StagingWorker, remove_uncommitted
+from gpu_state.staging.worker_client import StagingWorker, remove_pool, remove_uncommitted
+from gpu_state.staging_reserve import POOL_NOTE
 from gpu_state.staging_seam import Round
 from image_format.file_names import FRAGMENT_NAME, INDEX_NAME, SIGNATURE_NAME
 
@@ -26,9 +30,9 @@ if TYPE_CHECKING:
 
     from gpu_state.deadline import Deadline
     from gpu_state.preload_objects import DeviceObject
+    from gpu_state.staging_reserve import StagingReserve
     from gpu_state.staging_seam import Tell
 
-POOL_NOTE = "store.json"
 POOL_PREFIX = "vgpu-suspended-"
 # What a pool has beyond the objects that are there when it is made: for those that come before the stop.
 SPARE_SHARE = 16
@@ -36,24 +40,46 @@ SPARE_BYTES = 64 << 20
 
 
 class StagingWorkers:
-    """Starts staging workers on this node's driver."""
+    """Starts staging workers on this node's driver, or takes them from the reserve."""
 
-    def __init__(self, driver_dir: str | None) -> None:
+    def __init__(self, driver_dir: str | None, reserve: StagingReserve | None = None) -> None:
         self._driver_dir = driver_dir
+        self._reserve = reserve
 
     def open(self, store: str, *, kind: str) -> StagingSession:
         """A worker for the store in this folder; `kind` "packs" or "memory" makes a new one, "" reads what is there."""
-        return StagingSession(Path(store), kind, lambda: StagingWorker(self._driver_dir))
+        return StagingSession(Path(store), kind, self)
+
+    def start(self) -> StagingWorker:
+        """One at work."""
+        spare = self._reserve.take() if self._reserve is not None else None
+        return spare or StagingWorker(self._driver_dir)
+
+    def end(self, worker: StagingWorker, *, keeps_pool: bool) -> None:
+        """One is of no use any more. What it has not committed is gone afterwards; the rest takes its time."""
+        has_the_only_copy = keeps_pool and worker.serves_own_pool
+        reserve = None if has_the_only_copy else self._reserve
+        if reserve is not None and reserve.give_back(worker, keeps_pool=keeps_pool):
+            return
+        if worker.has_uncommitted:
+            worker.close(keeps_pool=keeps_pool)
+            return
+        if not keeps_pool:
+            worker.remove_pools()
+        threading.Thread(
+            target=worker.close, kwargs={"keeps_pool": keeps_pool}, daemon=True, name="staging-worker-end"
+        ).start()
 
 
 class StagingSession:
     """One worker and its store."""
 
-    def __init__(self, folder: Path, kind: str, start: Callable[[], StagingWorker]) -> None:
+    def __init__(self, folder: Path, kind: str, workers: StagingWorkers) -> None:
         self._folder = folder
         self._kind = kind
-        self._start = start
+        self._workers = workers
         self._started: StagingWorker | None = None
+        self._copied_s = 0.0
         self._is_prepared = False
         self._has_pool = False
         self._reports: list[RoundReport] = []
@@ -88,21 +114,27 @@ class StagingSession:
         self._reports.append(RoundReport(**doc))
         return Round(doc["changed_bytes"], doc["copied_bytes"], doc["seconds"])
 
-    def final(self, deadline: Deadline, *, set_aside: bool) -> Mapping[str, Tally]:
+    def final(self, deadline: Deadline, *, set_aside: bool, settles: bool = True) -> Mapping[str, Tally]:
         """Take what has changed since, all processes being at rest."""
         if not self._is_prepared:
             return {}
-        doc = self._worker().request("final", {"set_aside": set_aside}, deadline)
+        doc = self._worker().request("final", {"set_aside": set_aside, "settles": settles}, deadline)
         return {uuid: Tally.from_json(tally) for uuid, tally in doc["tally"].items()}
 
     def drain(self, deadline: Deadline, tell: Tell) -> None:
         """Bring everything into the store and commit it."""
         if not self._is_prepared:
             return
-        pool = self._worker().drain(deadline, on_event=_teller(tell))["pool"]
-        if pool is not None:
+        result = self._worker().drain(deadline, on_event=_teller(tell))
+        self._copied_s = float(result["copied_s"])
+        if result["pool"] is not None:
             self._has_pool = True
-            _write(self._folder / POOL_NOTE, json.dumps({"pool": pool}))
+            _write(self._folder / POOL_NOTE, json.dumps({"pool": result["pool"]}))
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds from the beginning of `final` until the last copy had arrived."""
+        return self._copied_s
 
     def write_fragment(self, deadline: Deadline) -> Path | None:
         """Write down where each chunk lies; None where there was nothing to store."""
@@ -117,17 +149,24 @@ class StagingSession:
         if self._started is not None:
             self._worker().request("let_go", {}, deadline)
 
+    def let_objects_go_soon(self) -> None:
+        """The same, without waiting: whatever is asked of the worker next comes after it."""
+        if self._started is not None:
+            self._started.post("let_go", {})
+
     # ---- in ------------------------------------------------------------------------------------------------
 
     def fill(self, objects: Mapping[str, DeviceObject], deadline: Deadline, tell: Tell) -> dict[str, int]:
         """Make these objects anew from the store and prove their content on the GPU; descriptors for them, the caller's."""
         worker = self._worker()
         uuids = sorted({held.uuid for held in objects.values()})
-        worker.prepare(None, uuids, 0 if self._has_pool else _slot_bytes(objects), deadline)
+        needs_ring = not self._has_pool and _pool_of(self._folder) is None
+        worker.prepare(None, uuids, _slot_bytes(objects) if needs_ring else 0, deadline)
         docs = [_described(name, held) for name, held in objects.items()]
         worker.request("create", {"objects": docs}, deadline)
-        worker.request("fill", self._source(), deadline, on_event=_teller(tell))
-        worker.request("verify", {}, deadline, on_event=_teller(tell))
+        done = worker.request("fill", self._source() | {"proves": True}, deadline, on_event=_teller(tell))
+        if "verified_bytes" not in done:
+            worker.request("verify", {}, deadline, on_event=_teller(tell))
         return worker.export(list(objects), deadline)
 
     def _source(self) -> dict[str, Any]:
@@ -149,20 +188,22 @@ class StagingSession:
     def close(self, *, keeps_store: bool) -> None:
         """End the worker. What it has written is removed, unless the store is kept."""
         worker, self._started = self._started, None
+        pool = _pool_of(self._folder)
+        if pool is not None and not keeps_store:
+            (self._folder / POOL_NOTE).unlink(missing_ok=True)
+            if worker is None or not worker.owns(Path(pool)):
+                remove_pool(Path(pool))
         if worker is not None:
-            worker.close(keeps_pool=keeps_store)
+            self._workers.end(worker, keeps_pool=keeps_store)
         if keeps_store:
             return
-        pool = _pool_of(self._folder)
-        if pool is not None:
-            Path(pool).unlink(missing_ok=True)
         if not (self._folder / SIGNATURE_NAME).exists():
             remove_uncommitted(self._folder)
             (self._folder / FRAGMENT_NAME).unlink(missing_ok=True)
 
     def _worker(self) -> StagingWorker:
         if self._started is None:
-            self._started = self._start()
+            self._started = self._workers.start()
         return self._started
 
     def _prepare(self, objects: Mapping[str, DeviceObject], deadline: Deadline) -> None:
@@ -172,8 +213,9 @@ class StagingSession:
         if self._kind == "memory":
             _remove_stale_pools(self._folder.name)
             name = f"{POOL_PREFIX}{self._folder.name}-{secrets.token_hex(4)}"
-            store: dict[str, Any] = {"kind": "memory", "name": name}
-            size += size // SPARE_SHARE + SPARE_BYTES
+            # Not of a pool of the reserve, which is there already.
+            headroom = size // SPARE_SHARE + SPARE_BYTES
+            store: dict[str, Any] = {"kind": "memory", "name": name, "headroom": headroom}
         else:
             store = {"kind": "packs", "directory": str(self._folder)}
         uuids = sorted({held.uuid for held in objects.values()})

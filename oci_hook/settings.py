@@ -29,6 +29,7 @@ class Settings:
         "other",
         "progress",
         "run_dir",
+        "staging_reserve",
     )
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Settings:
         self.progress = "auto"
         self.inject = "auto"
         self.mode = "driver"
+        self.staging_reserve = 0  # bytes
         self.driver_dir: str | None = None
         self.log: str | None = None
         self.run_dir = "/run/vgpu"
@@ -93,9 +95,21 @@ def _take(settings: Settings, key: str, value: str) -> str | None:
         if value not in forms:
             return f"must be one of {', '.join(forms)}, not '{value}'"
         setattr(settings, key, value)
+    elif key == "staging_reserve":
+        size = bytes_of(value)
+        if size is None:
+            return f"must be a number of bytes, with K, M, G or T behind it or not, not '{value}'"
+        settings.staging_reserve = size
     else:
         settings.other[key] = value
     return None
+
+
+def bytes_of(value: str) -> int | None:
+    """`40G` and the like; a letter counts in powers of 1024. None where it is no size."""
+    scale = "KMGT".find(value[-1:].upper()) + 1 if value else 0
+    digits = value[:-1] if scale else value
+    return int(digits) << 10 * scale if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
 
 
 def _seconds(value: str) -> float | None:

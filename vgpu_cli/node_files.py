@@ -69,8 +69,9 @@ Type=notify
 ExecStart=/usr/bin/vgpu-agent
 Restart=on-failure
 RestartSec=5
-# The agent undoes open freezes on SIGTERM, which takes the driver up to 180 s; its worker must live until then.
-KillMode=mixed
+# The agent undoes open freezes on SIGTERM, which takes the driver up to 180 s; its workers must live until then, and end with
+# it by themselves. The keeper of GPU memory (gpu_state/fd_keeper.py) must outlive an agent that was killed.
+KillMode=process
 TimeoutStopSec=300
 OOMScoreAdjust=-900
 LimitMEMLOCK=infinity

@@ -23,6 +23,12 @@ struct backing {
     bool is_mapped;
 };
 
+/* What a device wants, asked once. */
+static struct {
+    _Atomic(size_t) granularity; /* 0: not asked yet */
+    _Atomic(bool) has_rdma;
+} devices[MOST_DEVICES];
+
 static CUmemAllocationProp wanted_properties(CUdevice device)
 {
     CUmemAllocationProp wanted = {
@@ -30,24 +36,41 @@ static CUmemAllocationProp wanted_properties(CUdevice device)
         .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
         .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
     };
-    int has_rdma = 0;
-    /* cuMemAlloc memory can be registered with a network card; so must this. */
-    if (driver.cuDeviceGetAttribute(&has_rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) ==
-        CUDA_SUCCESS)
-        wanted.allocFlags.gpuDirectRDMACapable = has_rdma != 0;
     return wanted;
+}
+
+static size_t granularity_of(CUdevice device)
+{
+    size_t granularity = atomic_load(&devices[device].granularity);
+    if (granularity != 0) return granularity;
+    int has_rdma = 0;
+    CUmemAllocationProp wanted = wanted_properties(device);
+    if (driver.cuMemGetAllocationGranularity(&granularity, &wanted, 0) != CUDA_SUCCESS) return 0;
+    driver.cuDeviceGetAttribute(&has_rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device);
+    if (granularity < STAGED_LEAST_BYTES) granularity = STAGED_LEAST_BYTES;
+    atomic_store(&devices[device].has_rdma, has_rdma != 0);
+    atomic_store(&devices[device].granularity, granularity);
+    return granularity;
+}
+
+/* cuMemAlloc memory can be registered with a network card, so this should be too; where that is refused, without. */
+static CUresult create(struct backing *backing, CUmemAllocationProp wanted)
+{
+    wanted.allocFlags.gpuDirectRDMACapable = atomic_load(&devices[backing->device].has_rdma);
+    CUresult rc = driver.cuMemCreate(&backing->handle, backing->size, &wanted, 0);
+    if (rc == CUDA_SUCCESS || rc == CUDA_ERROR_OUT_OF_MEMORY || !wanted.allocFlags.gpuDirectRDMACapable) return rc;
+    wanted.allocFlags.gpuDirectRDMACapable = 0;
+    return driver.cuMemCreate(&backing->handle, backing->size, &wanted, 0);
 }
 
 static bool map_backing(struct backing *backing, size_t bytes)
 {
-    size_t granularity = 0;
+    size_t granularity = granularity_of(backing->device);
     CUmemAllocationProp wanted = wanted_properties(backing->device);
     CUmemAccessDesc access = {.location = wanted.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    if (driver.cuMemGetAllocationGranularity(&granularity, &wanted, 0) != CUDA_SUCCESS || granularity == 0) return false;
-    if (granularity < STAGED_LEAST_BYTES) granularity = STAGED_LEAST_BYTES;
+    if (granularity == 0 || bytes > SIZE_MAX - granularity) return false;
     backing->size = ROUND_UP(bytes, granularity);
-    if (backing->size < bytes) return false;
-    if (driver.cuMemCreate(&backing->handle, backing->size, &wanted, 0) != CUDA_SUCCESS) {
+    if (create(backing, wanted) != CUDA_SUCCESS) {
         backing->handle = 0;
         return false;
     }
@@ -55,8 +78,7 @@ static bool map_backing(struct backing *backing, size_t bytes)
         backing->address = 0;
         return false;
     }
-    backing->is_mapped =
-        driver.cuMemMap(backing->address, backing->size, 0, backing->handle, 0) == CUDA_SUCCESS;
+    backing->is_mapped = driver.cuMemMap(backing->address, backing->size, 0, backing->handle, 0) == CUDA_SUCCESS;
     return backing->is_mapped && driver.cuMemSetAccess(backing->address, backing->size, &access, 1) == CUDA_SUCCESS;
 }
 
@@ -235,8 +257,8 @@ static struct memory_object *take_of_context(CUcontext context, unsigned int *pl
     objects_lock();
     for (; object == NULL && *place < objects_end(); ++*place) {
         object = object_at_place(*place);
-        bool is_its = object != NULL && object->kind == OBJECT_ALLOC && object->context == context && !object->is_dead &&
-                      object->requested > 0;
+        bool is_its = object != NULL && object->kind == OBJECT_ALLOC && object->context == context &&
+                      !object->is_dead && object->requested > 0;
         if (is_its)
             object->requested = 0;
         else

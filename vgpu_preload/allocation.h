@@ -26,8 +26,8 @@ void allocations_free_waiting(void);
 /* After the end of a context: what was allocated in it goes. */
 void allocations_free_context(CUcontext context);
 
-/* Gives the driver's handle back, or leaves that to the helper while it uses the handle. Called with the lock held, after
- * the last mapping and reference are gone; gives the handle to release, 0: none. */
+/* Gives the driver's handle back, or leaves that to the helper while it uses the handle. Called with the lock held,
+ * after the last mapping and reference are gone; gives the handle to release, 0: none. */
 CUmemGenericAllocationHandle object_end_locked(struct memory_object *object);
 
 /* Everything that a context or the end of one brings with it. */

@@ -198,7 +198,7 @@ bool connection_send_with(const void *bytes, size_t size, const int *descriptors
 {
     struct cargo cargo = {.count = count};
     if (count > MOST_DESCRIPTORS) return false;
-    memcpy(cargo.descriptors, descriptors, count * sizeof *descriptors);
+    if (count > 0) memcpy(cargo.descriptors, descriptors, count * sizeof *descriptors);
     return transfer(send_step, POLLOUT, (char *)bytes, size, &cargo, deadline_ms);
 }
 

@@ -1,7 +1,7 @@
 /* The part of the CUDA driver ABI that the preload uses, so that no CUDA toolkit is needed to build it.
  *
- * Names are those of cuda.h. Enumerations are int, handles and structures behind pointers stay opaque. Sizes and offsets of
- * what is not opaque are compared with cuda.h by tests/native/test_preload_staged.py.
+ * Names are those of cuda.h. Enumerations are int, handles and structures behind pointers stay opaque. Sizes and
+ * offsets of what is not opaque are compared with cuda.h by tests/native/test_preload_staged.py.
  */
 #ifndef VGPU_CUDA_ABI_H
 #define VGPU_CUDA_ABI_H

@@ -1,7 +1,7 @@
 /* The driver's own functions that staged mode needs, found once when the process initialises CUDA.
  *
- * Called directly, past the wrappers and past other interposers: what we do with an application's memory is not a call of
- * the application.
+ * Called directly, past the wrappers and past other interposers: what we do with an application's memory is not a call
+ * of the application.
  */
 #ifndef VGPU_DRIVER_H
 #define VGPU_DRIVER_H

@@ -1,9 +1,9 @@
 /* The gate at the entry of every call that submits work or changes memory.
  *
- * Open, it counts who is inside: a thread adds one to a counter, looks whether the gate is closed, and takes it off again
- * when the call returns. There are many counters, each in cache lines of its own, so that threads do not meet on one. The
- * helper closes the gate and then waits until each counter has been seen at zero: who adds after the closing sees it, goes
- * back out and sleeps. Nothing here takes a lock or allocates, and no signal is used.
+ * Open, it counts who is inside: a thread adds one to a counter, looks whether the gate is closed, and takes it off
+ * again when the call returns. There are many counters, each in cache lines of its own, so that threads do not meet on
+ * one. The helper closes the gate and then waits until each counter has been seen at zero: who adds after the closing
+ * sees it, goes back out and sleeps. Nothing here takes a lock or allocates, and no signal is used.
  *
  * Until the process is in staged mode the gate is not there: a passage is one comparison.
  */

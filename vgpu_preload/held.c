@@ -2,6 +2,7 @@
 #include "held.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -35,8 +36,19 @@ static const struct {
     [BLOCKER_POOL_SHARED] = {"pool-shared", "memory pool shared with another process"},
     [BLOCKER_EXTERNAL_MEMORY] = {"external-memory", "memory imported from another API"},
     [BLOCKER_DMABUF] = {"dmabuf", "memory exported with cuMemGetHandleForAddressRange"},
-    [BLOCKER_UNKNOWN_CALL] = {"unknown-call", "a form of a call that is newer than this library"},
 };
+
+static _Atomic(uint64_t) unknown_call;
+
+void held_note_unknown_call(const void *function)
+{
+    atomic_store(&unknown_call, (uint64_t)(uintptr_t)function);
+}
+
+uint64_t held_unknown_call(void)
+{
+    return atomic_load(&unknown_call);
+}
 
 const char *held_name(enum held_kind kind)
 {

@@ -26,7 +26,6 @@ enum held_kind {
     BLOCKER_POOL_SHARED,
     BLOCKER_EXTERNAL_MEMORY,
     BLOCKER_DMABUF,
-    BLOCKER_UNKNOWN_CALL,
     HELD_KINDS
 };
 
@@ -69,6 +68,12 @@ struct held_sum held_sum(enum held_kind kind);
 
 /* Entry by entry, for the blockers: the first at or behind `place` that is one; the next place to ask, 0 at the end. */
 unsigned int held_next_blocker(unsigned int place, struct held_entry *entry);
+
+/* A form of a call that is newer than the table was given to the application: it passes no gate. Programs look their
+ * calls up before they initialise the driver, so this is kept apart from the table. Gives the last one's address, 0:
+ * none. */
+void held_note_unknown_call(const void *function);
+uint64_t held_unknown_call(void);
 
 /* As INVENTORY_IS calls the kind, and what it means for a reader. */
 const char *held_name(enum held_kind kind);

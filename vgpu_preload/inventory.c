@@ -183,8 +183,15 @@ static void write_blockers(struct json_writer *json)
     unsigned int count = 0;
     write_blockers_of_objects(json, &count);
     write_blockers_held(json, &count);
+    if (held_unknown_call() != 0)
+        write_blocker(json,
+                      &(struct blocker){.kind = "unknown-call",
+                                        .address = held_unknown_call(),
+                                        .what = "a form of a call that is newer than this library"},
+                      &count);
     if (count <= MOST_BLOCKERS) return;
-    write_member(json, ",{\"kind\":\"more\",\"va\":\"0x0\",\"bytes\":0,\"what\":\"blockers not listed: ", count - MOST_BLOCKERS);
+    write_member(json, ",{\"kind\":\"more\",\"va\":\"0x0\",\"bytes\":0,\"what\":\"blockers not listed: ",
+                 count - MOST_BLOCKERS);
     json_raw(json, "\"}");
 }
 

@@ -21,8 +21,8 @@ bool json_member(struct json_text object, const char *name, struct json_text *va
 bool json_is_null(struct json_text value);
 bool json_read_integer(struct json_text *value, uint64_t *integer);
 
-/* Steps through an array of integers: first json_enter_array, then json_next_integer until false; then `*value` is at the
- * closing bracket when all was well. */
+/* Steps through an array of integers: first json_enter_array, then json_next_integer until false; then `*value` is at
+ * the closing bracket when all was well. */
 bool json_enter_array(struct json_text *value);
 bool json_next_integer(struct json_text *value, uint64_t *integer);
 bool json_is_array_end(struct json_text value);

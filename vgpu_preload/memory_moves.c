@@ -117,7 +117,7 @@ static bool export_all(const struct request *request, struct object_walk *walk)
     }
     if (!walk_was_whole(walk)) {
         close_batch(&batch);
-        return reply_failed(request, &(struct fault){.what = "the list of objects is broken"});
+        return reply_failed(request, &list_is_broken);
     }
     return send_batch(request, &batch) && send_exported(request, count);
 }
@@ -125,7 +125,7 @@ static bool export_all(const struct request *request, struct object_walk *walk)
 bool answer_export(const struct request *request)
 {
     struct object_walk walk;
-    if (!walk_begin(&walk, request)) return reply_failed(request, &(struct fault){.what = "the list of objects is broken"});
+    if (!walk_begin(&walk, request)) return reply_failed(request, &list_is_broken);
     descriptors_allow_more();
     bool ok = export_all(request, &walk);
     descriptors_allow_as_before();
@@ -133,8 +133,8 @@ bool answer_export(const struct request *request)
 }
 
 /* ---- RELEASE ----------------------------------------------------------------------------------- */
-/* The gate is closed from here on: nobody else changes the tables, so they are read without the lock where the driver is
- * called in between. */
+/* The gate is closed from here on: nobody else changes the tables, so they are read without the lock where the driver
+ * is called in between. */
 
 static void forget_kept(struct memory_object *object)
 {
@@ -279,7 +279,7 @@ struct fault map_objects(struct object_walk *walk)
         struct memory_object *object = object_with_id(id);
         fault = object != NULL ? map_object(object) : (struct fault){.what = "no such object", .object = id};
     }
-    if (fault.what == NULL && !walk_was_whole(walk)) fault.what = "the list of objects is broken";
+    if (fault.what == NULL && !walk_was_whole(walk)) fault = list_is_broken;
     return fault;
 }
 
@@ -292,12 +292,13 @@ struct fault first_missing(void)
     return (struct fault){0};
 }
 
+/* Another thread of the parent may have been in the middle of an entry: numbers that cannot be ours are left alone. */
 void descriptors_give_up(void)
 {
     for (unsigned int place = 0; place < objects_end(); place++) {
         struct memory_object *object = object_at_place(place);
         if (object == NULL) continue;
         if (object->kept_fd >= 0) forget_kept(object);
-        close_arrived(object);
+        if (object->arrived_fd > 200) close_arrived(object);
     }
 }

@@ -1,9 +1,9 @@
 /* What device memory this process holds in a form that can be moved: physical objects and where they are mapped.
  *
- * An object is one piece of physical memory behind one handle of the driver. A cuMemAlloc of 2 MiB or more is one object
- * with one mapping; the application's own VMM memory is in the same table. The tables lie in memory of our own, because
- * the application's heap may belong to a thread that waits at the gate. Addresses are found through a two-level table
- * with one entry per 2 MiB, which is the granularity of the driver.
+ * An object is one piece of physical memory behind one handle of the driver. A cuMemAlloc of 2 MiB or more is one
+ * object with one mapping; the application's own VMM memory is in the same table. The tables lie in memory of our own,
+ * because the application's heap may belong to a thread that waits at the gate. Addresses are found through a two-
+ * level table with one entry per 2 MiB, which is the granularity of the driver.
  *
  * One lock guards all of it. It is held for a few hundred instructions and never across a call of the driver.
  */

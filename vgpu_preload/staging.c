@@ -180,7 +180,7 @@ static bool answer_map(const struct request *request)
     struct object_walk walk;
     struct fault fault = {.what = "nothing is released"};
     if (phase != PHASE_RELEASED) return reply_failed(request, &fault);
-    if (!walk_begin(&walk, request)) return reply_failed(request, &(struct fault){.what = "the list of objects is broken"});
+    if (!walk_begin(&walk, request)) return reply_failed(request, &list_is_broken);
     choose_context();
     fault = map_objects(&walk);
     return answer_done(request, FRAME_MAPPED, begin, &fault);

@@ -24,7 +24,8 @@ void staging_after_fork_in_child(void);
 
 void staging_hello(struct hello_staged *hello);
 
-/* Answers a frame. `descriptors` came with it and are open only for FDS, which takes them over. False: the connection is of no more use. */
+/* Answers a frame. `descriptors` came with it and are open only for FDS, which takes them over. False: the connection
+ * is of no more use. */
 bool staging_answer(const struct frame *frame, const char *payload, const int *descriptors, size_t count);
 
 /* The connection ended without DETACH, or nobody came after one. */

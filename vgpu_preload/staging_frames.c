@@ -7,6 +7,8 @@
 
 #define SEND_DEADLINE_MS 10000 /* 8 MiB to an agent that has other containers to serve */
 
+const struct fault list_is_broken = {.what = "the list of objects is broken"};
+
 /* Most of it is never touched; what was is given back after each frame, so that no image carries it. */
 static char *buffer;
 

@@ -22,6 +22,8 @@ struct fault {
     uint64_t object; /* 0: none in particular */
 };
 
+extern const struct fault list_is_broken;
+
 /* A writer on the one buffer for payloads; the frame is sent with its sequence. */
 struct json_writer reply_begin(void);
 bool reply_send(const struct request *request, enum frame_type type, const struct json_writer *json);

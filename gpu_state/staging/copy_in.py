@@ -1,7 +1,8 @@
 """Fills device objects from packs or from a pool in host memory, and proves by hashing on the GPU that they hold what was signed.
 
 Packs are read with O_DIRECT by several threads into the pinned ring and sent on from there; a pool is sent as it lies.
-Nothing is declared good before `verify`: the caller hands objects to an application only after it. Called by worker.py.
+Nothing is declared good before `verify`, or `fill_and_verify`, which proves each GiB of a pool while the next ones cross the
+link: the caller hands objects to an application only after it. Called by worker.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpu_state.staging.slots import CHUNK_BYTES, ID_BYTES
 from vgpu_errors import Cancelled, ContentMismatch, ImageError, Truncated, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from gpu_state.staging.cuda_calls import Check
@@ -242,18 +243,22 @@ class MemorySource:
     def __init__(self, pool: MemoryTarget) -> None:
         self._pool = pool
 
+    def address(self, pack: str, offset: int, length: int) -> int:
+        """Where a run of the pool lies; Truncated where the pool ends too early."""
+        memory = self._pool.memory_of(pack)
+        if offset + length > memory.size:
+            raise Truncated(where=memory.name, found=memory.size, needed=offset + length)
+        return memory.address + offset
+
     def fill(self, lanes: Mapping[str, Lane], reads: Sequence[Read], progress: Progress, check: Check) -> None:
         """Send everything; returns when the GPUs hold it."""
         for read in reads:
-            memory = self._pool.memory_of(read.pack)
-            if read.offset + read.length > memory.size:
-                raise Truncated(where=memory.name, found=memory.size, needed=read.offset + read.length)
+            start = self.address(read.pack, read.offset, read.length)
             for copy in read.copies:
                 check()
                 lane = lanes[copy.uuid]
                 lane.enter()
-                address = memory.address + read.offset + copy.start
-                call("cuMemcpyHtoDAsync", copy.address, address, copy.length, lane.copy_stream())
+                call("cuMemcpyHtoDAsync", copy.address, start + copy.start, copy.length, lane.copy_stream())
                 progress.add(copy.length)
         for lane in lanes.values():
             lane.enter()
@@ -301,23 +306,39 @@ class CopyIn:
 
     def verify(self) -> int:
         """Hash all objects on their GPUs; ContentMismatch names the object and the chunk that differ. Returns bytes hashed."""
-        progress = Progress("verify", self._fragment.length, self._tell)
+        return self._on_all("verify", lambda _lane, _parts: None)
+
+    def fill_and_verify(self, source: MemorySource) -> int:
+        """Write every byte of every object and prove it; returns bytes hashed. A pool needs no plan: its runs are found on the way."""
+        return self._on_all("fill", lambda lane, parts: self._send(lane, parts, source))
+
+    def _on_all(self, phase: str, prepare: Callable[[Lane, Sequence[_Part]], None]) -> int:
+        """All GPUs at once; `prepare` is called for each batch before it is hashed."""
+        progress = Progress(phase, self._fragment.length, self._tell)
         regions: defaultdict[str, list[VramRegion]] = defaultdict(list)
         for region in self._fragment.regions:
             regions[self._objects[region.name].context.uuid].append(region)
         with ThreadPoolExecutor(max(len(regions), 1), "vgpu-verify") as pool:
-            for result in [
-                pool.submit(self._verify, self._lanes[uuid], found, progress) for uuid, found in regions.items()
-            ]:
+            work = [
+                pool.submit(self._prove, self._lanes[uuid], found, progress, prepare) for uuid, found in regions.items()
+            ]
+            for result in work:
                 result.result()
         progress.end()
         return progress.done
 
-    def _verify(self, lane: Lane, regions: Sequence[VramRegion], progress: Progress) -> None:
+    def _prove(
+        self,
+        lane: Lane,
+        regions: Sequence[VramRegion],
+        progress: Progress,
+        prepare: Callable[[Lane, Sequence[_Part]], None],
+    ) -> None:
         lane.enter()
         waiting: deque[tuple[HashWork, list[_Part]]] = deque()
         try:
             for parts in _parts_of(regions):
+                prepare(lane, parts)
                 waiting.append((lane.start_hash([self._range(part) for part in parts]), parts))
                 if len(waiting) == IN_FLIGHT:
                     self._compare(lane, *waiting.popleft(), progress)
@@ -325,7 +346,21 @@ class CopyIn:
                 self._compare(lane, *waiting.popleft(), progress)
         except BaseException:
             self._is_broken = True
+            lane.settle()  # nothing may be under way when the caller lets objects or pool go
             raise
+
+    def _send(self, lane: Lane, parts: Sequence[_Part], source: MemorySource) -> None:
+        """Submit a batch's copies, and have its hash wait for them."""
+        for part in parts:
+            address = self._range(part).address
+            for pack, offset, length in _runs_of(part):
+                if pack is None:
+                    call("cuMemsetD8Async", address, 0, length, lane.hash_stream)
+                else:
+                    origin = source.address(pack, offset, length)
+                    call("cuMemcpyHtoDAsync", address, origin, length, lane.copy_stream())
+                address += length
+        lane.hash_after_copies()
 
     def _range(self, part: _Part) -> HashRange:
         start = part.first * CHUNK_BYTES
@@ -337,13 +372,10 @@ class CopyIn:
         lane.hashed(work)
         start = 0
         for part in parts:
-            for number in range(part.first, part.first + part.chunks):
-                chunk = part.region.chunks[number]
-                if ids[start : start + ID_BYTES] != chunk.id:
-                    where = f"GPU memory {part.region.name}"
-                    raise ContentMismatch(where=where, what=f"chunk {number} from {chunk.pack or 'zeros'}")
-                start += ID_BYTES
-                progress.add(chunk.length)
+            size = part.chunks * ID_BYTES
+            part.refuse_others(ids[start : start + size])
+            start += size
+            progress.add(self._range(part).length)
 
     def _check(self) -> None:
         self._outer_check()
@@ -357,6 +389,31 @@ class _Part(NamedTuple):
     region: VramRegion
     first: int
     chunks: int
+
+    def refuse_others(self, ids: bytes) -> None:
+        """ContentMismatch where these are not the ids that were signed."""
+        chunks = self.region.chunks[self.first : self.first + self.chunks]
+        if ids == b"".join(chunk.id for chunk in chunks):
+            return
+        for number, chunk in enumerate(chunks):
+            if ids[number * ID_BYTES : (number + 1) * ID_BYTES] != chunk.id:
+                where = f"GPU memory {self.region.name}"
+                raise ContentMismatch(where=where, what=f"chunk {self.first + number} from {chunk.pack or 'zeros'}")
+
+
+def _runs_of(part: _Part) -> Iterator[tuple[str | None, int, int]]:
+    """Pack, offset and length of chunks that lie one after the other in their pack; None for zeros."""
+    pack: str | None = None
+    start = length = 0
+    for chunk in part.region.chunks[part.first : part.first + part.chunks]:
+        if length and chunk.pack == pack and (pack is None or chunk.offset == start + length):
+            length += chunk.length
+            continue
+        if length:
+            yield pack, start, length
+        pack, start, length = chunk.pack, chunk.offset, chunk.length
+    if length:
+        yield pack, start, length
 
 
 def _parts_of(regions: Sequence[VramRegion]) -> Iterator[list[_Part]]:

@@ -2,7 +2,8 @@
 
 In a round a batch of chunks is hashed and set aside on the GPU by one kernel, and what was set aside is copied: id and bytes
 belong together whatever the application writes meanwhile. Zero chunks, unchanged chunks and content the target already has
-never cross the link. In `final` the application stands still, so chunks are hashed and copied where they lie.
+never cross the link. In `final` the application stands still, so chunks are hashed and copied where they lie; where it will
+not run again before `drain`, the copies go on while the caller does other work.
 Every byte's state is in the table of tracked objects; a failure anywhere makes the whole target worthless: `abort`.
 Called by worker.py; bench/staging_rates.py uses it in the same way.
 """
@@ -54,7 +55,7 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FinalReport:
-    """What the stop took. `set_aside_bytes` lie on the GPU until `drain`; `copied_bytes` have left it."""
+    """What the stop took. `set_aside_bytes` lie on the GPU until `drain`; `copied_bytes` have left it, or are under way."""
 
     total_bytes: int
     changed_bytes: int
@@ -91,6 +92,7 @@ class CopyOut:
         self._tracked: dict[str, Tracked] = {}
         self._asides: list[tuple[Lane, Aside]] = []
         self._is_broken = False
+        self._final_began = 0.0
         self.reports: list[RoundReport] = []
 
     # ---- what is copied --------------------------------------------------------------------------
@@ -220,16 +222,17 @@ class CopyOut:
 
     # ---- the stop --------------------------------------------------------------------------------
 
-    def final(self, *, set_aside: bool) -> FinalReport:
+    def final(self, *, set_aside: bool, settles: bool = True) -> FinalReport:
         """The application stands still: hash everything, take what differs. The rest of the work is `drain`'s.
 
         With `set_aside` changed chunks are kept in free device memory as far as that goes; everything else has left the GPU
-        when this returns, so that the application's memory may change or go.
+        when this returns, so that the application's memory may change or go. Where it does not `settle`, copies are still
+        under way then: the memory must not change before `drain`, but the application may have given it away to us.
         """
-        began = time.monotonic()
+        began = self._final_began = time.monotonic()
         progress = Progress("final", self.total_bytes, self._tell)
         with self._breaking():
-            found = self._on_all(lambda lane: self._take_still(lane, progress, set_aside=set_aside))
+            found = self._on_all(lambda lane: self._take_still(lane, progress, set_aside=set_aside, settles=settles))
         progress.end()
         counts = [count for count, _, _ in found.values()]
         aside_bytes = sum(size for _, size, _ in found.values())
@@ -244,7 +247,9 @@ class CopyOut:
             seconds=time.monotonic() - began,
         )
 
-    def _take_still(self, lane: Lane, progress: Progress, *, set_aside: bool) -> tuple[_Counts, int, float]:
+    def _take_still(
+        self, lane: Lane, progress: Progress, *, set_aside: bool, settles: bool
+    ) -> tuple[_Counts, int, float]:
         began = time.monotonic()
         counts = _Counts()
         later: list[Piece] = []
@@ -257,7 +262,8 @@ class CopyOut:
             progress.add(sum(span.size for span in batch))
         hash_s = time.monotonic() - began
         size = self._keep_aside(lane, later) if later else 0
-        lane.settle(self._check)
+        if settles:
+            lane.settle(self._check)
         return counts, size, hash_s
 
     def _take_batch(self, batch: list[Span], ids: bytes, counts: _Counts) -> list[Piece]:
@@ -276,8 +282,11 @@ class CopyOut:
 
     # ---- after the stop --------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Copy what was set aside and commit the target; the application may have gone on long ago."""
+    def drain(self) -> float:
+        """Copy what was set aside and commit the target; the application may have gone on long ago.
+
+        Returns the seconds since `final` began when the last copy had arrived.
+        """
         with self._breaking():
             total = sum(aside.bytes for _, aside in self._asides)
             progress = Progress("drain", total, self._tell)
@@ -290,9 +299,14 @@ class CopyOut:
                 progress.add(aside.bytes)
                 aside.free()
             self._asides.clear()
+            for lane in list(self._lanes.values()):  # copies that `final` left under way
+                lane.enter()
+                lane.settle(self._check)
+            copied_s = time.monotonic() - self._final_began
             self._target.flush(self._check)
             self._target.finish(self._check)
             progress.end()
+        return copied_s
 
     def fragment(self) -> VramFragment:
         """The VRAM part of the chunk index; after `final` nothing of it changes any more."""
@@ -329,8 +343,9 @@ class CopyOut:
         self._is_broken = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._target.abort)
-            for lane, aside in self._asides:
+            for _, aside in self._asides:
                 stack.callback(aside.free)
+            for lane in self._lanes.values():  # before the memory goes that is copied from and to
                 stack.callback(lane.settle)
                 stack.callback(lane.enter)
             self._asides = []

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gpu_state.staging.chunk_hasher import HashRange
 from gpu_state.staging.cuda_calls import call, wait_for
 from gpu_state.staging.device_objects import create_object
 from gpu_state.staging.slots import CHUNK_BYTES
@@ -18,7 +19,6 @@ from vgpu_errors import NotEnoughDeviceMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from gpu_state.staging.chunk_hasher import HashRange
     from gpu_state.staging.cuda_calls import Check, DeviceContext
     from gpu_state.staging.device_objects import DeviceObject
     from gpu_state.staging.slots import Place
@@ -147,6 +147,27 @@ class Lane:
     def spent(self, event: Any) -> None:
         """The event can be used again."""
         self._events.append(event)
+
+    def hash_after_copies(self) -> None:
+        """What is hashed from now on is hashed behind the copies submitted until now."""
+        for stream in self._copy_streams:
+            event = self.record(stream)
+            call("cuStreamWaitEvent", self.hash_stream, event, 0)
+            self.spent(event)
+
+    def warm_up(self, works: int) -> None:
+        """Have the driver do now what it would do at the first hash: load the kernels, make the places for work."""
+        self.enter()
+        memory = int(call("cuMemAlloc", 2 * CHUNK_BYTES))
+        try:
+            for destination in (0, memory + CHUNK_BYTES):
+                ranges = [HashRange(memory, CHUNK_BYTES, destination)] * 2
+                begun = [self.start_hash(ranges) for _ in range(works)]
+                for work in begun:
+                    work.ids(lambda: None)
+                    self.hashed(work)
+        finally:
+            call("cuMemFree", memory)
 
     def settle(self, check: Check = lambda: None) -> None:
         """Wait until every copy that was submitted has been made."""

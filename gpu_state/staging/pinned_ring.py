@@ -1,6 +1,7 @@
 """The agent's bounded pinned memory: a ring of equal slots between the GPU and files (DESIGN section 4, Memory).
 
 Never larger than its limit, nor than what is going to be moved; made before any freeze. Holds no content for long.
+A worker of the reserve lends it pinned memory, so that it is there at once.
 Used by pack_writer.py on the way out and by copy_in.py on the way in.
 """
 
@@ -41,26 +42,34 @@ class PinnedRing:
         *,
         limit: int = DEFAULT_LIMIT,
         slot_bytes: int = SLOT_BYTES,
+        lent: HostMemory | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit, self._slot_limit = limit, slot_bytes
         self._changed = threading.Condition()
-        self._make(expected_bytes, check)
+        self._lent = lent
+        self._make(expected_bytes if lent is None else lent.size, check)
 
     def _make(self, expected_bytes: int, check: Callable[[], None]) -> None:
         limit, slot_bytes = self._limit, self._slot_limit
         expected_bytes = host_memory.round_up(max(expected_bytes, 1), CHUNK_BYTES)
         self.slot_bytes = max(CHUNK_BYTES, min(slot_bytes, limit, expected_bytes) // CHUNK_BYTES * CHUNK_BYTES)
         count = max(1, min(limit, expected_bytes) // self.slot_bytes)
-        self._memory: HostMemory = host_memory.anonymous(count * self.slot_bytes)
-        try:
-            self._memory.touch(check=check)
-            self._memory.register()
-        except BaseException:
-            self._memory.close()
-            raise
+        self.size = count * self.slot_bytes
+        self._memory: HostMemory = self._lent or self._pinned(self.size, check)
         self._free = [self._slot(n) for n in range(count)]
         self.slot_count = count
+
+    @staticmethod
+    def _pinned(size: int, check: Callable[[], None]) -> HostMemory:
+        memory = host_memory.anonymous(size)
+        try:
+            memory.touch(check=check)
+            memory.register()
+        except BaseException:
+            memory.close()
+            raise
+        return memory
 
     def enlarge(self, expected_bytes: int, check: Callable[[], None] = lambda: None) -> None:
         """More is going to be moved than was known: a larger ring, unless this one is in use or nearly as large."""
@@ -68,11 +77,6 @@ class PinnedRing:
             if len(self._free) == self.slot_count and min(expected_bytes, self._limit) >= 2 * self.size:
                 self.close()
                 self._make(expected_bytes, check)
-
-    @property
-    def size(self) -> int:
-        """Pinned bytes."""
-        return self._memory.size
 
     @property
     def is_huge(self) -> bool:
@@ -95,11 +99,13 @@ class PinnedRing:
             self._changed.notify()
 
     def close(self) -> None:
-        """Unpin and unmap; nobody may use a slot any more."""
+        """Unpin and unmap what is ours; nobody may use a slot any more."""
         for slot in self._free:
             slot.view.release()
         self._free = []
-        self._memory.close()
+        if self._lent is None:
+            self._memory.close()
+        self._lent = None
 
     def _slot(self, number: int) -> Slot:
         start = number * self.slot_bytes

@@ -300,27 +300,37 @@ class MemoryTarget:
 
     It is one file as a rule. What comes after it was made, objects of further processes above all, gets files of its own:
     PATH.1, PATH.2 and so on, which stand for packs 1, 2.
+    One that is `lasting` serves one suspend after the other: giving up a copy forgets the content and keeps the memory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_lasting: bool = False) -> None:
         self.path = path
+        self.is_lasting = is_lasting
         self.table = SlotTable()
         self.guard = Lock()
         self._segments: list[_Segment] = []
 
     @classmethod
-    def prepare(cls, size: int, name: str, *, folder: Path | None = None, check: Check = lambda: None) -> MemoryTarget:
+    def prepare(
+        cls,
+        size: int,
+        name: str,
+        *,
+        folder: Path | None = None,
+        is_lasting: bool = False,
+        check: Check = lambda: None,
+    ) -> MemoryTarget:
         """Make, touch and pin a pool. Takes seconds for tens of GiB: long before the freeze."""
-        target = cls((folder or host_memory.pool_folder(size)) / name)
+        target = cls((folder or host_memory.pool_folder(size)) / name, is_lasting=is_lasting)
         target.extend(size, check)
         return target
 
     @classmethod
-    def reopen(cls, path: Path) -> MemoryTarget:
+    def reopen(cls, path: Path, check: Check = lambda: None) -> MemoryTarget:
         """A pool that an earlier worker filled; to read from."""
         target = cls(path)
         while target._next_path().exists():
-            target._add(host_memory.open_file(target._next_path()))
+            target._add(host_memory.open_file(target._next_path(), check), is_new=False)
         if not target._segments:
             raise UnexpectedEntry(where=str(path.parent), entry=path.name, what="is missing")
         return target
@@ -345,6 +355,11 @@ class MemoryTarget:
     def is_huge(self) -> bool:
         """Whether it lies on huge pages."""
         return all(segment.memory.is_huge for segment in self._segments)
+
+    @property
+    def first_memory(self) -> HostMemory:
+        """The file that it was made with; whoever has no suspend to serve may work in it."""
+        return self._segments[0].memory
 
     def memory_of(self, pack: str) -> HostMemory:
         """The file that stands for a pack."""
@@ -388,11 +403,25 @@ class MemoryTarget:
         """The pool is as durable as memory is."""
 
     def abort(self) -> None:
+        """Leave nothing behind: of the content where the pool lasts, else of the pool."""
+        (self.recycle if self.is_lasting else self.remove)()
+
+    def recycle(self) -> None:
+        """Forget the content; the memory stays pinned for the next. What was added for the last goes."""
+        more, self._segments = self._segments[1:], self._segments[:1]
+        self.table = SlotTable()
+        self._segments = [_Segment(path, memory, _store(0, memory)) for path, memory, _ in self._segments]
+        self._remove(more)
+
+    def remove(self) -> None:
         """Unpin, unmap and remove the pool."""
+        self._remove(self._segments)
+
+    def _remove(self, segments: Sequence[_Segment]) -> None:
         with contextlib.ExitStack() as stack:
-            for segment in self._segments:
-                stack.callback(segment.path.unlink, missing_ok=True)
-            stack.callback(self.let_go)
+            for segment in segments:
+                stack.callback(segment.memory.close)
+                stack.callback(segment.path.unlink, missing_ok=True)  # at once; unpinning takes seconds
 
     def let_go(self) -> None:
         """Unpin and unmap; the files stay for another worker."""
@@ -404,15 +433,20 @@ class MemoryTarget:
         count = len(self._segments)
         return self.path.with_name(f"{self.path.name}.{count}") if count else self.path
 
-    def _add(self, memory: HostMemory) -> None:
+    def _add(self, memory: HostMemory, *, is_new: bool = True) -> None:
         path = Path(memory.name)
         try:
             memory.register()
         except BaseException:
             memory.close()
-            path.unlink(missing_ok=True)
+            if is_new:
+                path.unlink(missing_ok=True)
             raise
-        self._segments.append(_Segment(path, memory, Store(len(self._segments), memory.size // CHUNK_BYTES)))
+        self._segments.append(_Segment(path, memory, _store(len(self._segments), memory)))
+
+
+def _store(number: int, memory: HostMemory) -> Store:
+    return Store(number, memory.size // CHUNK_BYTES)
 
 
 def _pack(store: Store) -> ParentPack:

@@ -7,6 +7,10 @@ Device memory that it maps is freed by its death; what it has not committed by t
     prepare  objects  forget   round  rounds  final  drain  fragment  tally   let_go      out
     create   fill     verify   export                                                     in
     facts    cancel   abort    stop
+    reserve  reset                                                                        for one container after the other
+
+A worker of the reserve (staging_reserve.py) has made its contexts, kernels and a pinned pool before anybody needs them. The
+pool serves a suspend, or as the ring of whatever else it is taken for; `reset` makes it ready for the next container.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_state.staging import cuda_calls
 from gpu_state.staging.copy_in import CopyIn, MemorySource, PackSource
-from gpu_state.staging.copy_out import CopyOut
+from gpu_state.staging.copy_out import IN_FLIGHT, CopyOut
 from gpu_state.staging.cuda_calls import DeviceContext
 from gpu_state.staging.device_lane import Lane
 from gpu_state.staging.device_objects import close_all, create_object, import_object
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_state.staging.device_objects import DeviceObject
+    from gpu_state.staging.host_memory import HostMemory
     from image_format.vram import VramFragment
 
     Args = dict[str, Any]
@@ -61,11 +66,42 @@ class Worker:
         self._pinned_limit = DEFAULT_LIMIT
         self._target: PackTarget | MemoryTarget | None = None
         self._pool: MemoryTarget | None = None  # a target that holds the only copy until it is let go
+        self._spare: MemoryTarget | None = None  # what `reserve` made; it may become target and pool
         self._out: CopyOut | None = None
         self._fragment: VramFragment | None = None
         self._request: dict[str, Any] = {}
         self._sent: list[int] = []
         self.cancelled: dict[int, str] = {}  # by request; 0 stands for all
+
+    # ---- for one container after the other -------------------------------------------------------
+
+    def reserve(self, args: Args, _fds: list[int]) -> dict[str, Any]:
+        """Make everything that takes seconds: contexts on all GPUs, kernels, a pool that stays pinned."""
+        from image_format import vram  # noqa: F401, PLC0415 - the first suspend would wait for the import
+
+        cuda_calls.start()
+        for uuid in args.get("uuids") or cuda_calls.device_uuids():
+            self._lane(uuid).warm_up(IN_FLIGHT)
+        folder = Path(args["folder"]) if args.get("folder") else None
+        self._spare = MemoryTarget.prepare(
+            int(args["bytes"]), args["name"], folder=folder, is_lasting=True, check=self.check
+        )
+        return self.facts(args, []) | {"pool": str(self._spare.path)}
+
+    def reset(self, args: Args, _fds: list[int]) -> dict[str, Any]:
+        """Be as `reserve` has left us. A pool of an earlier worker stays where that is wanted; our own must be free to go."""
+        if self._spare is None or (args.get("keeps_pool") and self._pool is self._spare):
+            raise VgpuError(what="there is nothing to go back to")
+        self.abort({}, [])
+        self.let_go({}, [])
+        self._end_ring()
+        pool, self._pool, self._fragment = self._pool, None, None
+        for lane in self._lanes.values():
+            lane.drop_scratches()
+        if pool is not None and pool is not self._spare:
+            (pool.let_go if args.get("keeps_pool") else pool.remove)()
+        self._spare.recycle()
+        return {}
 
     # ---- out -------------------------------------------------------------------------------------
 
@@ -78,7 +114,9 @@ class Worker:
             self._open_target(args["store"], int(args.get("bytes", 0)))
         elif args.get("bytes"):
             self._make_ring(int(args["bytes"]))
-        return self.facts(args, [])
+        return self.facts(args, []) | {
+            "pool": str(self._target.path) if isinstance(self._target, MemoryTarget) else None
+        }
 
     def objects(self, args: Args, fds: list[int]) -> dict[str, Any]:
         """Map what an application exported; one descriptor for each object, in order."""
@@ -87,6 +125,7 @@ class Worker:
             lane = self._lane(doc["uuid"])
             taken.append(self._keep(doc, import_object(fds.pop(0), int(doc["size"]), lane.context)))
         if self._out is not None:
+            self._fragment = None
             self._out.add(taken)
             self._make_room()
         return {"count": len(taken)}
@@ -94,36 +133,42 @@ class Worker:
     def forget(self, args: Args, _fds: list[int]) -> dict[str, Any]:
         """The application has freed these."""
         if self._out is not None:
+            self._fragment = None
             self._out.forget(args["names"])
         return self.let_go(args, [])
 
     def round(self, args: Args, _fds: list[int]) -> dict[str, Any]:
         """One round beside the running application."""
+        self._fragment = None
         return asdict(self._copy_out().round(RoundPolicy(**args.get("policy", {}))))
 
     def rounds(self, args: Args, _fds: list[int]) -> dict[str, Any]:
         """Rounds for as long as the policy wants another."""
+        self._fragment = None
         return {"rounds": [asdict(done) for done in self._copy_out().rounds(RoundPolicy(**args.get("policy", {})))]}
 
     def final(self, args: Args, _fds: list[int]) -> dict[str, Any]:
-        """The application stands still: take what differs."""
-        return asdict(self._copy_out().final(set_aside=bool(args["set_aside"]))) | self.tally(args, [])
+        """The application stands still: take what differs. Where it does not `settle`, copies go on until `drain`."""
+        self._fragment = None
+        report = self._copy_out().final(set_aside=bool(args["set_aside"]), settles=bool(args.get("settles", True)))
+        return asdict(report) | self.tally(args, [])
 
     def drain(self, _args: Args, _fds: list[int]) -> dict[str, Any]:
         """Bring what was set aside into the target and commit it."""
-        self._copy_out().drain()
-        self._fragment = self._copy_out().fragment()
+        self._fragment = self._copy_out().fragment()  # while copies are under way
+        result: dict[str, Any] = {"copied_s": self._copy_out().drain(), "pool": None}
         if isinstance(self._target, MemoryTarget):
             self._pool = self._target
-            return {"pool": str(self._target.path)}
+            return result | {"pool": str(self._target.path)}
         self._out, self._target = None, None
-        return {"pool": None}
+        return result
 
     def fragment(self, args: Args, _fds: list[int]) -> dict[str, Any]:
         """Write the VRAM part of the index; the same that a later `fill` without a file takes."""
         from image_format.vram import write_fragment  # noqa: PLC0415 - needed at the end only
 
-        self._fragment = self._out.fragment() if self._out is not None else self._fragment
+        if self._fragment is None and self._out is not None:
+            self._fragment = self._out.fragment()
         if self._fragment is None:
             raise VgpuError(what="there is nothing to describe: nothing was copied")
         if args.get("path"):
@@ -161,15 +206,20 @@ class Worker:
         return {"count": len(args["objects"])}
 
     def fill(self, args: Args, _fds: list[int]) -> dict[str, Any]:
-        """Write the created objects' content: from packs in a directory, from a pool's file, or from our own pool."""
+        """Write the created objects' content: from packs in a directory, from a pool's file, or from our own pool.
+
+        With `proves`, what comes from a pool is verified on the way; the answer has no `verified_bytes` where it was not.
+        """
         if args.get("fragment"):
             from image_format.vram import read_fragment  # noqa: PLC0415 - as above
 
             self._fragment = read_fragment(args["fragment"])
         elif args.get("index"):
             self._fragment = _of_index(Path(args["index"]))
-        copied = self._copy_in().fill(self._source(args.get("store")))
-        return {"copied_bytes": copied}
+        source = self._source(args.get("store"))
+        if args.get("proves") and isinstance(source, MemorySource):
+            return {"verified_bytes": self._copy_in().fill_and_verify(source)}
+        return {"copied_bytes": self._copy_in().fill(source)}
 
     def verify(self, _args: Args, _fds: list[int]) -> dict[str, Any]:
         """Hash on the GPU and compare with what was signed."""
@@ -187,7 +237,8 @@ class Worker:
         with self._guard:
             lanes = dict(self._lanes)
         memory = {uuid: lane.context.memory() for uuid, lane in lanes.items()}
-        ring, target = self._ring, self._target
+        ring, spare = self._ring, self._spare
+        target = self._target or spare
         return {
             "pid": os.getpid(),
             "devices": [
@@ -197,6 +248,7 @@ class Worker:
             "objects": len(self._held),
             "ring_bytes": ring.size if ring else 0,
             "pool_bytes": target.size if isinstance(target, MemoryTarget) else 0,
+            "spare_bytes": spare.size if spare else 0,
             "is_huge": ring.is_huge if ring else isinstance(target, MemoryTarget) and target.is_huge,
         }
 
@@ -208,11 +260,14 @@ class Worker:
         return {}
 
     def close(self, *, keeps_pool: bool) -> None:
-        """Let everything go."""
+        """Let everything go; what is on the GPUs first, because unpinning takes seconds."""
         self.abort({}, [])
-        if self._pool is not None:
-            (self._pool.let_go if keeps_pool else self._pool.abort)()
         self.let_go({}, [])
+        self._end_ring()
+        if self._spare is not None and self._spare is not self._pool:
+            self._spare.remove()
+        if self._pool is not None:
+            (self._pool.let_go if keeps_pool else self._pool.remove)()
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -300,8 +355,17 @@ class Worker:
         if self._pool is not None:
             self._pool.abort()
             self._pool = None
-        folder = Path(store["folder"]) if store.get("folder") else None
-        self._target = MemoryTarget.prepare(size, store["name"], folder=folder, check=self.check)
+        if self._spare is not None:
+            self._end_ring()
+            self._spare.recycle()
+            self._target = self._spare
+            missing = size - self._spare.free_slots * CHUNK_BYTES
+            if missing > 0:
+                self._spare.extend(missing, self.check)
+        else:
+            folder = Path(store["folder"]) if store.get("folder") else None
+            size += int(store.get("headroom", 0))
+            self._target = MemoryTarget.prepare(size, store["name"], folder=folder, check=self.check)
         self._begin_copy(self._target)
 
     def _make_room(self) -> None:
@@ -324,8 +388,19 @@ class Worker:
             self._ring = None
         if self._ring is None:
             next(iter(self._lanes.values())).enter()
-            self._ring = PinnedRing(wanted, limit=self._pinned_limit, check=self.check)
+            self._ring = PinnedRing(wanted, limit=self._pinned_limit, lent=self._lent(wanted), check=self.check)
         return self._ring
+
+    def _lent(self, wanted: int) -> HostMemory | None:
+        """The reserve's memory, where no suspend needs it."""
+        if self._spare is None or self._spare in (self._target, self._pool) or self._spare.size < wanted:
+            return None
+        return self._spare.first_memory
+
+    def _end_ring(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def _slot_bytes(self) -> int:
         return sum(item.count for item in self._held.values()) * CHUNK_BYTES
@@ -346,7 +421,7 @@ class Worker:
             return PackSource(Path(store["directory"]), self._make_ring(self._slot_bytes()))
         if store is not None and (self._pool is None or str(self._pool.path) != store["path"]):
             next(iter(self._lanes.values())).enter()
-            self._pool = MemoryTarget.reopen(Path(store["path"]))
+            self._pool = MemoryTarget.reopen(Path(store["path"]), self.check)
         if self._pool is None:
             raise VgpuError(what="there is no pool to fill from")
         return MemorySource(self._pool)
@@ -357,7 +432,7 @@ VERBS: dict[str, Callable[[Worker, Args, list[int]], dict[str, Any]]] = {
     for verb in (
         Worker.prepare, Worker.objects, Worker.forget, Worker.round, Worker.rounds, Worker.final, Worker.drain,
         Worker.fragment, Worker.tally, Worker.let_go, Worker.create, Worker.fill, Worker.verify, Worker.export,
-        Worker.facts, Worker.abort,
+        Worker.facts, Worker.abort, Worker.reserve, Worker.reset,
     )
 }  # fmt: skip
 _BREAKING = frozenset({"round", "rounds", "final", "drain"})

@@ -70,6 +70,7 @@ class StagingWorker:
         self._is_over = False
         self._uncommitted: Path | None = None
         self._pool: Path | None = None
+        self.spare_pool: Path | None = None
         self._reader = threading.Thread(target=self._read, daemon=True, name="staging-worker-replies")
         self._reader.start()
 
@@ -99,7 +100,34 @@ class StagingWorker:
         if store is not None:
             args["store"] = dict(store)
             self.expects(store)
-        return self.request("prepare", args, deadline)
+        result = self.request("prepare", args, deadline)
+        if result["pool"] is not None:
+            self._pool = Path(result["pool"])
+        return result
+
+    def reserve(self, size: int, name: str, deadline: Deadline) -> None:
+        """Contexts, kernels and a pool of that size, before anybody needs them; a worker for one container after the other."""
+        self.spare_pool = Path(self.request("reserve", {"bytes": size, "name": name}, deadline)["pool"])
+
+    def reset(self, deadline: Deadline, *, keeps_pool: bool) -> None:
+        """Be ready for another container: what was not committed is removed, and a pool that is not the worker's own."""
+        self.request("reset", {"keeps_pool": keeps_pool}, deadline)
+        self._remove_uncommitted()
+        self._uncommitted = self._pool = None
+
+    @property
+    def has_uncommitted(self) -> bool:
+        """Files of packs that nobody is to find are there."""
+        return self._uncommitted is not None
+
+    def owns(self, pool: Path) -> bool:
+        """The pool is the one that the worker was reserved with."""
+        return pool == self.spare_pool
+
+    @property
+    def serves_own_pool(self) -> bool:
+        """The pool that it was reserved with is in use."""
+        return self._pool is not None and self._pool == self.spare_pool
 
     def expects(self, store: Mapping[str, Any]) -> None:
         """What is in this store is to be removed unless it is committed."""
@@ -133,6 +161,11 @@ class StagingWorker:
             self._pool = Path(result["pool"])
         return result
 
+    def post(self, verb: str, args: Mapping[str, Any]) -> None:
+        """Have a verb run before the next; nobody waits for it, and a failure shows in those that build on it."""
+        with contextlib.suppress(StagingWorkerLost):
+            self._send(verb, args, (), None)
+
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self, *, keeps_pool: bool = False, within_s: float = GRACE_S) -> None:
@@ -141,6 +174,12 @@ class StagingWorker:
             pending = self._send("stop", {"keeps_pool": keeps_pool}, (), None)
             pending.is_done.wait(within_s)
         self.kill(keeps_pool=keeps_pool)
+
+    def remove_pools(self) -> None:
+        """Take their names away; the memory goes with the worker."""
+        for pool in (self._pool, self.spare_pool):
+            if pool is not None:
+                remove_pool(pool)
 
     def kill(self, *, keeps_pool: bool = False) -> None:
         """End the worker now and remove what it left."""
@@ -226,10 +265,15 @@ class StagingWorker:
             pending.is_done.set()
 
     def _clean(self, *, keeps_pool: bool) -> None:
-        if self._uncommitted is not None:
-            remove_uncommitted(self._uncommitted)
+        self._remove_uncommitted()
         if self._pool is not None and not keeps_pool:
             remove_pool(self._pool)
+        if self.spare_pool is not None and not (keeps_pool and self._pool == self.spare_pool):
+            remove_pool(self.spare_pool)
+
+    def _remove_uncommitted(self) -> None:
+        if self._uncommitted is not None:
+            remove_uncommitted(self._uncommitted)
 
 
 def remove_uncommitted(directory: Path) -> None:

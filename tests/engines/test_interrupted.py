@@ -8,6 +8,7 @@ restores. Not tested: CRIU killed while its code runs inside the application, wh
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import subprocess
 import time
 
@@ -29,7 +30,7 @@ hold() {{
     left=300
     while [ ! -e /run/gate/go ] && [ $left -gt 0 ]; do sleep 0.1; left=$((left - 1)); done
 }}
-case " $* " in *" {verb} --"*"--image-path"*) ;; *) exec "$RT" "$@" ;; esac
+case " $* " in *" {verb} "*"--image-path "*) ;; *) exec "$RT" "$@" ;; esac
 {steps}
 """
 STEPS = {
@@ -132,32 +133,54 @@ def test_the_shim_is_killed_and_the_application_runs_on(counter, moment):
     runs_on(counter, step)
 
 
-def test_the_shim_is_killed_during_the_freeze(counter):
-    """The driver's lock waits for a process that is stopped; the agent notices that its client has gone."""
-    node, step = counter.host, counter.step()
-    signal(node, "application", "STOP")
-    try:
-        with started(node, "checkpoint", "counter") as podman:
-            node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
-            signal(node, "shim")
-            assert podman.wait(timeout=30) == 125
-    finally:
-        signal(node, "application", "CONT")
-    runs_on(counter, step)
+@pytest.fixture
+def large(node):
+    """Enough memory that its way out of the device can be met under way."""
+    container = GpuContainer(node).start(node.image("glibc"), mib=448, interval_ms=200)
+    container.wait_for_step(1)
+    yield container
+    node.run(["podman", "rm", "-af", "-t", "0"])
 
 
-def test_the_agent_is_killed_during_the_freeze(counter):
-    node, step = counter.host, counter.step()
-    signal(node, "application", "STOP")
-    try:
-        with started(node, "checkpoint", "counter") as podman:
-            node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
-            signal(node, "agent")
-            assert podman.wait(timeout=30) == 125
-            assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
-    finally:
-        signal(node, "application", "CONT")
+def await_freeze(node):
+    """The journal entry is written before the first lock."""
+    journal, ends = pathlib.Path(node.root, "run/vgpu/journal"), time.monotonic() + 30
+    while not list(journal.glob("*.json")):
+        assert time.monotonic() < ends, "no freeze began"
+        time.sleep(0.005)
+
+
+def test_the_shim_is_killed_during_the_freeze(large):
+    node, step = large.host, large.step()
+    with started(node, "checkpoint", "counter") as podman:
+        await_freeze(node)
+        signal(node, "shim")
+        assert podman.wait(timeout=30) == 125
+    runs_on(large, step)
+
+
+def test_the_agent_is_killed_during_the_freeze(large):
+    node, step = large.host, large.step()
+    with started(node, "checkpoint", "counter") as podman:
+        await_freeze(node)
+        signal(node, "agent")
+        assert podman.wait(timeout=30) == 125
+        assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
     node.run(["vgpu", "ps"])  # the next one to ask starts an agent, which finds the journal
+    runs_on(large, step)
+
+
+def test_a_stopped_process_is_refused_by_name(counter):
+    """The driver could not lock it before it runs again."""
+    node, step = counter.host, counter.step()
+    signal(node, "application", "STOP")
+    try:
+        done = counter.podman("checkpoint", check=False)
+    finally:
+        signal(node, "application", "CONT")
+    assert done.returncode == 125
+    assert "(counter)" in done.stderr
+    assert f"exit status {vgpu_errors.GpuProcessUnreadable.exit_code}" in done.stderr
     runs_on(counter, step)
 
 
@@ -221,25 +244,12 @@ def test_podman_is_killed_and_the_checkpoint_comes_to_its_end(counter):
 
 def test_a_checkpoint_that_hangs_is_ended_by_its_deadline(counter):
     node, step, started_at = counter.host, counter.step(), time.monotonic()
-    with gated(node, "checkpoint", "never"), configured(node, deadline_checkpoint_s=2, low_level_runtime=GATE):
+    with gated(node, "checkpoint", "never"), configured(node, deadline_checkpoint_s=2):
         done = counter.podman("checkpoint", check=False)
     assert done.returncode == 125
     assert "took longer than 2 s" in done.stderr
     assert vgpu_errors.CheckpointFailed.remedy in done.stderr
     assert time.monotonic() - started_at < 20
-    runs_on(counter, step)
-
-
-def test_a_freeze_that_hangs_is_ended_by_its_deadline(counter):
-    node, step = counter.host, counter.step()
-    signal(node, "application", "STOP")
-    try:
-        with configured(node, deadline_freeze_s=2):
-            done = counter.podman("checkpoint", check=False)
-    finally:
-        signal(node, "application", "CONT")
-    assert done.returncode == 125
-    assert f"exit status {vgpu_errors.DeadlineExceeded.exit_code}" in done.stderr
     runs_on(counter, step)
 
 
@@ -311,7 +321,7 @@ def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(node, archive)
 def test_a_thaw_that_hangs_is_ended_by_the_deadline(node, archive):
     with (
         gated(node, "restore", "after") as gate,
-        configured(node, low_level_runtime=GATE, deadline_restore_s=6),
+        configured(node, deadline_restore_s=6),
         started(node, "restore", "--import", ARCHIVE) as podman,
     ):
         gate.wait()
@@ -332,7 +342,7 @@ def test_podman_is_killed_during_a_restore(node, archive):
 
 
 def test_a_restore_that_hangs_is_ended_by_its_deadline(node, archive):
-    with gated(node, "restore", "never"), configured(node, deadline_restore_s=3, low_level_runtime=GATE):
+    with gated(node, "restore", "never"), configured(node, deadline_restore_s=3):
         done = restore(node, ARCHIVE, check=False)
     assert done.returncode == 125
     assert vgpu_errors.RestoreFailed.remedy in done.stderr

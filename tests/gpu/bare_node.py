@@ -30,8 +30,9 @@ ENTER = 'echo 0 >"$1/cgroup.procs"; shift; exec unshare -m sh -c \'mount --make-
 class BareNode:
     """Agent, state folder and cgroups; a context manager."""
 
-    def __init__(self, *, mode: str = "staged", software_memory: int = 512 << 20) -> None:
+    def __init__(self, *, mode: str = "staged", software_memory: int = 512 << 20, reserve: str = "0") -> None:
         self.mode = mode
+        self.reserve = reserve
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="vgpu-bare-"))
         self.run_dir = self.folder / "run"
         self.preload = built_preload()
@@ -44,6 +45,7 @@ class BareNode:
         for name in ("state", "containers"):
             (self.run_dir / name).mkdir(parents=True)
         command = [sys.executable, "-m", "gpu_state.agent", "--foreground", "--state-dir", str(self.run_dir)]
+        command += ["--staging-reserve", self.reserve]
         if gpus.is_real():
             command += ["--driver-dir", gpus.setup_options()[1]]
         else:
@@ -75,6 +77,18 @@ class BareNode:
                     print((self.folder / "agent.log").read_text()[-6000:], flush=True)
                     raise
                 time.sleep(0.05)
+
+    def wait_for_reserve(self, timeout: float = 300) -> float:
+        """Until the agent's spare staging worker is ready; how long that took."""
+        began = time.monotonic()
+        while True:
+            found = self.request("facts", {})["staging_reserve"]
+            if found is None or found["problem"] or time.monotonic() - began > timeout:
+                message = f"the reserve is not ready: {found}"
+                raise AssertionError(message)
+            if found["state"] == "ready":
+                return time.monotonic() - began
+            time.sleep(0.2)
 
     def start(self, name: str, command: list[str], *, has_preload: bool = True) -> Program:
         program = Program(self, name, command, has_preload=has_preload)

@@ -40,11 +40,17 @@ def main() -> int:
     say(f"{gpus.describe()}")
     with TestHost(args.row, "gpu-node", binds=(*gpus.binds(), ("/", "/run/machine"))) as host:
         prepare(host, args.row)
+        host.run(["sh", "-c", f"echo 'mode = {args.mode}' >>/etc/vgpu/runtime.conf"])
         rows = compare(host, args)
         leave_running(host, args)
         refuse_tampered(host, args)
     if args.measurements and gpus.is_real():
-        path = measurement.write(f"podman-{args.gib}gib", rows, folder=args.measurements, **gpu_names())
+        path = measurement.write(
+            f"podman-{args.gib}gib" + ("-staged" if args.mode == "staged" else ""),
+            rows,
+            folder=args.measurements,
+            **gpu_names(),
+        )
         say(f"wrote {path.name}")
     print("gpu-demo: ok", flush=True)
     return 0
@@ -55,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gib", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--row", default="trixie")
+    parser.add_argument("--mode", choices=["driver", "staged"], default="driver")
     parser.add_argument(
         "--rehearse", action="store_true", help="on software GPUs, with the C counter; measures nothing"
     )

@@ -16,8 +16,8 @@ from pathlib import Path
 
 MAGIC = 0x55504756
 HELLO, WELCOME, DETACH, DETACHED, PING, PONG = range(1, 7)
-INVENTORY, INVENTORY_IS, EXPORT, EXPORTED, REST, RESTED, RELEASE, RELEASED, MAP, MAPPED, OPEN, FAILED, FDS, OPENED = range(
-    10, 24
+INVENTORY, INVENTORY_IS, EXPORT, EXPORTED, REST, RESTED, RELEASE, RELEASED, MAP, MAPPED, OPEN, FAILED, FDS, OPENED = (
+    range(10, 24)
 )
 FDS_A_FRAME = 200
 HEADER = struct.Struct("<IHHII")
@@ -77,7 +77,7 @@ class Peer:
         kind, answer = self.ask(EXPORT, {"objects": ids})
         while kind == FDS:
             assert len(answer["objects"]) <= FDS_A_FRAME
-            found.update((id, self.descriptors.pop(0)) for id in answer["objects"])
+            found.update((name, self.descriptors.pop(0)) for name in answer["objects"])
             kind, answer = self.answer()
         assert (kind, answer) == (EXPORTED, {"count": len(found)})
         return found

@@ -4,6 +4,7 @@ The program (tests/software_gpu/programs/counter.c) checks its device memory at 
 "it counts on" means that content, addresses and graph are as they were. No result of it is a GPU result.
 """
 
+import json
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from image_format.vram import read_fragment
 from tests.unit.agent_stage import CONTAINER, Counter, Stage, cgroup2_mount, wait_until
-from vgpu_errors import GpuObjectBlocks
+from vgpu_errors import DriverCallFailed, GpuObjectBlocks, NotEnoughDeviceMemory
 from vgpu_preload import build as preload_build
 
 pytestmark = [
@@ -193,6 +194,66 @@ def test_a_plain_process_beside_a_staged_one(system):
         release(client, frozen)
         assert staged.is_counting()
         assert plain.is_counting()
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_a_driver_call_that_fails_after_release_is_undone(system, call):
+    counter = system.counter("counter")
+    (system.folder / "gpus" / f"fault-{call}").write_text("999")
+    with system.connect() as client, pytest.raises(DriverCallFailed, match="999"):
+        system.staged_freeze(client)
+    assert counter.is_counting()
+    assert system.journal() == []
+    assert list(system.image.iterdir()) == []
+
+
+def test_a_driver_restore_that_fails_once_leaves_the_container_suspended(system):
+    counter = system.counter("counter")
+    system.ask("suspend")
+    (system.folder / "gpus" / "fault-restore").write_text("2")
+    with pytest.raises(NotEnoughDeviceMemory):
+        system.ask("resume")
+    assert counter.stands_still()
+    system.ask("resume")
+    assert counter.is_counting()
+
+
+def test_a_container_in_driver_mode_is_suspended_by_the_driver(system):
+    system.library = ""
+    plain = Counter(system, "plain", cgroup="")
+    for _ in range(2):
+        done = system.ask("suspend")
+        assert done["staged"] is None
+        assert done["driver_reasons"] == {str(plain.pid): "it has no preload library in staged mode"}
+        assert plain.stands_still()
+        system.ask("resume")
+        assert plain.is_counting()
+    assert list((system.run_dir / "suspended").iterdir()) == []
+
+
+def test_an_agent_killed_in_the_middle_of_a_suspend(system):
+    """Wherever the kill falls, the container either runs on or is suspended whole, and a resume brings it back."""
+    counter = system.counter("counter", mib=64)
+    for moment_s in (0.6, 1.2, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0):
+        client = system.connect()
+        args = {"container": CONTAINER, "cgroup": system.cgroup, "deadline_s": 20}
+        client._send({"id": 1, "verb": "suspend", "args": args}, time.monotonic() + 5, "suspend", 5)
+        time.sleep(moment_s)
+        system.agent.kill()
+        system.agent.wait(5)
+        client.close()
+        system.start_agent()
+        # The journal entry names this process as the owner of what is not suspended yet; it lives, so it gives it up.
+        for name in system.journal():
+            entry = json.loads((system.run_dir / "journal" / name).read_text())
+            if entry["staged"] and entry["staged"]["is_suspended"]:
+                system.ask("resume")
+            else:
+                with system.connect() as owner:
+                    owner.request("release", {"lease": entry["lease"], "keep": False}, deadline_s=30)
+        assert counter.is_counting()
+        wait_until(lambda: counter.pid in system.registered(), "the registration")
+    assert not list(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"))
 
 
 def test_managed_memory_is_named_and_nothing_stops(system):

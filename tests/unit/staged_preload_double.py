@@ -6,7 +6,7 @@ The objects are the software driver's (cuMemCreate with a POSIX handle, mapped a
 to the first word of every object, rewrites K whole objects, checks every byte that it wrote before, and appends
 "step N sum S ok" to OUT; a wrong byte is "WRONG" and the end. What the library does with a gate around driver calls is a lock
 around a step here. FILE names faults, one word a line, each used up once unless it ends in "!":
-    refuse-rest  refuse-release  half-release  refuse-map  slow-rest  die-in-release  vanish-in-release  hide  block:KIND
+    refuse-rest  refuse-release  half-release  refuse-map  slow-rest  slow-map  die-in-release  vanish-in-release  hide  block:KIND
 """
 
 import argparse
@@ -267,6 +267,8 @@ class Double:
     def map(self, _connection, sequence, payload, fds):
         came = [pair for part in fds for pair in part]
         fds.clear()
+        if self.faults.has("slow-map"):
+            time.sleep(1)
         if self.faults.has("refuse-map"):
             for _, fd in came:
                 os.close(fd)

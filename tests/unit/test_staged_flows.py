@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_the_content_of_a_suspended_container_goes_with_its_processes(stage, cou
     counter.process.wait()
     wait_until(lambda: not list(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*")), "the end of the pool")
     wait_until(lambda: stage.journal() == [], "the end of the journal entry")
+
+
+def test_a_suspend_that_fails_leaves_the_container_running_and_nothing_behind(stage, counter):
+    for fault in ("refuse-rest", "half-release"):
+        counter.faults(fault)
+        with pytest.raises(PreloadFailed):
+            suspend(stage, to=str(stage.image))
+        assert counter.is_counting()
+    with pytest.raises(AgentRefused, match="no folder"):
+        suspend(stage, to="relative")
+    assert list(stage.image.iterdir()) == []
+    assert stage.journal() == []
 
 
 def test_resume_refuses_a_changed_pool_and_the_container_stays_suspended(stage, counter):
@@ -514,6 +527,30 @@ def test_an_image_exchanged_after_the_gates_is_refused(stage, counter, key):
         other = replace(record, content_root="ab" * 32)
         with pytest.raises(ContentMismatch, match="the verified one"):
             prefill(stage, client, other)
+
+
+def test_an_agent_killed_while_a_restore_hands_memory_over_makes_it_anew(stage, counter, key):
+    """The client has gone with it; the next agent finds the journal entry and the image."""
+    with stage.connect() as client:
+        record = sealed_image(stage, client, counter, key)
+    counter.faults("slow-map")
+    thawing = f"""
+import sys
+from gpu_state.client import AgentClient
+agent = AgentClient.connect({stage.socket!r}, start_on_demand=False)
+args = {{"container": {CONTAINER!r}, "cgroup": {stage.cgroup!r}, "deadline_s": 20}}
+image = {{"image_path": {str(stage.image)!r}, "content_root": {record.content_root!r}}}
+handle = agent.request("prefill", args | image, deadline_s=20)["handle"]
+agent.request("thaw", args | {{"prefill": handle}}, deadline_s=20)
+"""
+    client = stage.spawn([stage.python, "-c", thawing], stderr=subprocess.DEVNULL)
+    wait_until(lambda: not counter.fault_file.read_text(), "the MAP to begin")
+    stage.agent.kill()
+    stage.agent.wait(5)
+    client.wait(10)
+    stage.start_agent()
+    assert counter.is_counting()
+    wait_until(lambda: stage.journal() == [], "the end of the journal entry")
 
 
 def test_a_prefill_that_nobody_fetches_gives_its_memory_back(stage, counter, key):

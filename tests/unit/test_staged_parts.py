@@ -108,7 +108,7 @@ def test_descriptors_come_by_object_id(far, tmp_path):
 def test_descriptors_that_nobody_asked_for_end_the_connection(far):
     one = far()
     before = len(os.listdir("/proc/self/fd"))
-    with open(os.devnull) as file:  # noqa: PTH123
+    with open(os.devnull) as file:
         one.send(FrameType.FDS, 1, {"objects": [1]}, [file.fileno()])
         one.sock.settimeout(5)
         assert one.sock.recv(10) == b""
@@ -118,7 +118,7 @@ def test_descriptors_that_nobody_asked_for_end_the_connection(far):
 @pytest.mark.parametrize("ids", [[1, 2], "no list", [None]])
 def test_ids_that_do_not_match_the_descriptors_end_the_connection(far, ids):
     def answer(far, frame):
-        with open(os.devnull) as file:  # noqa: PTH123
+        with open(os.devnull) as file:
             far.send(FrameType.FDS, frame.sequence, {"objects": ids}, [file.fileno()])
 
     with pytest.raises(PreloadFailed, match="its connection ended"):
@@ -254,6 +254,10 @@ def test_the_proof_holds_or_names_the_device(allocated, tally, used, is_proved):
         prove(inventory, Tally(*tally), Tolerance())
 
 
+def test_tallies_of_devices_add_up():
+    assert Tally.sum([Tally(3, 1, 1, 1), Tally(5, 5, 0, 0)]) == Tally(8, 6, 1, 1)
+
+
 # ---- keeper, marks, journal ----------------------------------------------------------------------------------
 
 
@@ -285,7 +289,7 @@ def test_the_keeper_gives_back_what_it_was_given(tmp_path, process):
 def test_the_keeper_ends_with_the_processes_whose_memory_it_is(tmp_path, process):
     keeper = Keeper(tmp_path, "c1")
     keeper.start([process.pid])
-    with open(os.devnull) as file:  # noqa: PTH123
+    with open(os.devnull) as file:
         keeper.put({"1/1": file.fileno()}, Deadline(5))
     process.kill()
     process.wait()

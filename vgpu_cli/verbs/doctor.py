@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpu_state import doctor
 from gpu_state.client import DEFAULT_SOCKET, AgentClient
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _node_checks(args: argparse.Namespace) -> list[Check]:
     settings, settings_check = _read_settings(Path(args.etc))
-    agent, facts = _ask_agent(args, settings.low_level_runtime)
+    agent, answer = _ask_agent(args, settings.low_level_runtime)
+    facts = NodeFacts.from_json(answer) if answer else None
     local, problem = (facts, "") if facts else _look_without_agent(settings.low_level_runtime)
     nodes = sorted(
         str(path) for path in Path("/dev").glob("nvidia*") if path.name[6:7].isdigit() or path.is_char_device()
@@ -85,6 +86,7 @@ def _node_checks(args: argparse.Namespace) -> list[Check]:
         doctor.cgroup(local.cgroup_version, _has_freezer(local.cgroup_version)),
         *_trust_checks(Path(args.etc)),
         doctor.preload(dict(local.preload)),
+        doctor.staging_reserve(settings.staging_reserve, answer),
         *_space_checks(),
     ]
     return [check for check in checks if check is not None]
@@ -99,13 +101,15 @@ def _read_settings(etc: Path) -> tuple[Settings, Check]:
         return read_settings(path, is_strict=False), Check("settings", "fail", error.message, error.remedy)
 
 
-def _ask_agent(args: argparse.Namespace, runtime: str | None) -> tuple[Check, NodeFacts | None]:
+def _ask_agent(args: argparse.Namespace, runtime: str | None) -> tuple[Check, dict[str, Any] | None]:
+    """Whether it answers, and its facts, which can be read."""
     if os.geteuid() != 0:
         return Check("agent", "fail", "only root can ask it", "Run 'vgpu doctor' as root."), None
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             hello = agent.request("hello", deadline_s=_AGENT_S)
-            facts = NodeFacts.from_json(agent.request("facts", {"runtime": runtime}, deadline_s=_AGENT_S))
+            facts = agent.request("facts", {"runtime": runtime}, deadline_s=_AGENT_S)
+            NodeFacts.from_json(facts)
     except VgpuError as error:
         return Check("agent", "fail", error.message, error.remedy), None
     except NodeFactsError as error:

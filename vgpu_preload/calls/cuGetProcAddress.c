@@ -1,11 +1,11 @@
 #include "../held.h"
 #include "../intercept.h"
 
-/* How the CUDA runtime library, PyTorch and cuda-bindings find every other driver call, cuInit included. The four-argument
- * form is that of CUDA 11.3 to 11.8; it also answers for programs that ask for it by dlsym. */
+/* How the CUDA runtime library, PyTorch and cuda-bindings find every other driver call, cuInit included. The four-
+ * argument form is that of CUDA 11.3 to 11.8; it also answers for programs that ask for it by dlsym. */
 
-/* A program asks for a form that the table may not know yet. If the driver's answer is another than for the newest version
- * of the table, it is a new form: a wrapper would pass wrong arguments, so it is left alone and named. */
+/* A program asks for a form that the table may not know yet. If the driver's answer is another than for the newest
+ * version of the table, it is a new form: a wrapper would pass wrong arguments, so it is left alone and named. */
 static bool is_newer_form(const char *symbol, int cuda_version, cuuint64_t flags, const void *function)
 {
     void *known = NULL;
@@ -20,7 +20,7 @@ static void answer(const char *symbol, int cuda_version, cuuint64_t flags, void 
     enum call_id id = call_asked_for(symbol, cuda_version, flags);
     if (id == CALL_NONE) return;
     if (is_newer_form(symbol, cuda_version, flags, *function))
-        held_add(BLOCKER_UNKNOWN_CALL, (uint64_t)(uintptr_t)*function, 0, NULL);
+        held_note_unknown_call(*function);
     else
         *function = substitute(id, *function, false);
 }

@@ -2,7 +2,8 @@
 #include "../intercept.h"
 #include "../objects.h"
 
-/* A process that maps imported memory can be checkpointed by the driver and not be restored (measured: 801, then 401). */
+/* A process that maps imported memory can be checkpointed by the driver and not be restored (measured: 801, then 401).
+ */
 WRAP(CUresult, cuMemImportFromShareableHandle,
      (CUmemGenericAllocationHandle *handle, void *osHandle, CUmemAllocationHandleType shHandleType))
 {

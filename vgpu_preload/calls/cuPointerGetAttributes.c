@@ -4,7 +4,8 @@
 #include "../intercept.h"
 #include "../pointer_facts.h"
 
-/* The driver answers first, so that faults in the request are found by it; then our memory's answers replace its own. */
+/* The driver answers first, so that faults in the request are found by it; then our memory's answers replace its own.
+ */
 WRAP(CUresult, cuPointerGetAttributes,
      (unsigned int numAttributes, CUpointer_attribute *attributes, void **data, CUdeviceptr ptr))
 {

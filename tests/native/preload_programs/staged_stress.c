@@ -1,5 +1,5 @@
-/* Threads that allocate, fill, check, free, map and capture without pause, while the test takes all memory away and brings
- * it back. Every word is checked. Ends when its standard input ends; its status says what went wrong. */
+/* Threads that allocate, fill, check, free, map and capture without pause, while the test takes all memory away and
+ * brings it back. Ends when its standard input ends; its status says what went wrong. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
