@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 def suspend(args: argparse.Namespace, gib: int = 32) -> list[dict[str, Any]]:
     """Suspend to memory and resume, beside the driver's own checkpoint and restore of the same program."""
     out_s, in_s, out_rate, in_rate = [], [], [], []
-    with BareNode(reserve=f"{gib + gib // 8}G" if gpus.is_real() else "256M") as node:
+    with BareNode(reserve=f"{gib + 2}G" if gpus.is_real() else "256M") as node:
         program = hold(node, gib)
         print(f"    the reserve was ready after {node.wait_for_reserve():.1f} s", flush=True)
         for number in range(args.rounds):
@@ -272,12 +272,14 @@ def small_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
     small.end()
     gate = str(node.folder / "never")
     decoder = node.start(
-        "decode", python("torch_decode.py", "--gib", "16", "--tokens", "800", "--gate", gate), has_preload=has_preload
+        "decode",
+        python("torch_decode.py", "--gib", "6", "--layers", "8", "--tokens", "500", "--gate", gate),
+        has_preload=has_preload,
     )
     lines = decoder.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
     decoder.end()
     trainer = node.start(
-        "train", python("torch_train.py", "--gib", "8", "--steps", "60", "--gate", gate), has_preload=has_preload
+        "train", python("torch_train.py", "--gib", "4", "--steps", "40", "--gate", gate), has_preload=has_preload
     )
     losses = trainer.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
     trainer.end()

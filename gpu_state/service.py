@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 _LOOK_S = 1.0
 _RETRY_S = 2.0
+# A freeze that comes right behind one that was cut off waits for the undo of that one.
+_BUSY_S = 10.0
 # A 140 GiB device takes the driver about 90 s out and 30 s in at the rates measured, and a thaw may have to wait for the one
 # before it does the other.
 _ABANDON_S = 180.0
@@ -144,7 +146,7 @@ class Service:
         args = request.args
         order = FreezeOrder(args.container(), _cgroup_of(request), caller.process, args.text_or_none("unfreeze_cgroup"))
         image_path = args.text_or_none("image_path")
-        with self._alone(order.container, "freeze"):
+        with self._alone(order.container, "freeze", wait_s=_BUSY_S):
             self._refuse_if_leased(order.container, "freeze")
             leaves_running = args.flag_or("leave_running", default=False)
             if image_path is not None:

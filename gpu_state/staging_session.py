@@ -11,6 +11,7 @@ Decides no order of steps.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 import threading
@@ -211,8 +212,9 @@ class StagingSession:
             return
         size = _slot_bytes(objects)
         if self._kind == "memory":
-            _remove_stale_pools(self._folder.name)
-            name = f"{POOL_PREFIX}{self._folder.name}-{secrets.token_hex(4)}"
+            prefix = pool_prefix(self._folder)
+            _remove_stale_pools(prefix)
+            name = f"{prefix}{secrets.token_hex(4)}"
             # Not of a pool of the reserve, which is there already.
             headroom = size // SPARE_SHARE + SPARE_BYTES
             store: dict[str, Any] = {"kind": "memory", "name": name, "headroom": headroom}
@@ -223,12 +225,17 @@ class StagingSession:
         self._is_prepared = True
 
 
-def _remove_stale_pools(container: str) -> None:
+def pool_prefix(folder: Path) -> str:
+    """How the pools of a store are called: by the container, and by the agent's own folder."""
+    return f"{POOL_PREFIX}{folder.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}-"
+
+
+def _remove_stale_pools(prefix: str) -> None:
     """Pools of a suspend of this container that nobody finished, agent and worker having been killed together."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, folder, kind = line.split(" ")[:3]
         if kind == "hugetlbfs" or folder == "/dev/shm":  # noqa: S108 - where host_memory.py makes them
-            for path in Path(folder).glob(f"{POOL_PREFIX}{container}-*"):
+            for path in Path(folder).glob(f"{prefix}*"):
                 path.unlink(missing_ok=True)
 
 

@@ -5,17 +5,18 @@ Refuses pre-dump, parent images and lazy pages of GPU containers: CRIU's page tr
 
 The steps, and what a crash after each leaves behind (the lease is the agent's, gpu_state/leases.py):
 
-1. prepare      key, space and GPU processes looked at, old seal removed   the container as it was, no image
+1. prepare      key and node looked at                                     the container as it was
 2. lift_pause   the engine's own pause lifted                              the container running
-3. freeze_gpu   lease taken, GPU processes locked and checkpointed         the agent thaws them
-4. hold         cgroup frozen, so that nothing runs between 5 and 7        the agent unfreezes, then thaws
-5. dump         low-level runtime's checkpoint, always leaving it running  the same; images without a signature
-6. seal         index, record, manifest, signature                        the same; a whole image
-7. end          SIGKILL, delete: the commit                                a whole image
+3. make_room    GPU processes and space looked at, old seal removed        the same, no image
+4. freeze_gpu   lease taken, GPU processes locked and checkpointed         the agent thaws them
+5. hold         cgroup frozen, so that nothing runs between 6 and 8        the agent unfreezes, then thaws
+6. dump         low-level runtime's checkpoint, always leaving it running  the same; images without a signature
+7. seal         index, record, manifest, signature                        the same; a whole image
+8. end          SIGKILL, delete: the commit                                a whole image
 
-With --leave-running there is no 4 and 7: after 5 the GPU side is thawed and 6 happens beside the running application.
+With --leave-running there is no 5 and 8: after 6 the GPU side is thawed and 7 happens beside the running application.
 With --tcp-established CRIU itself must end the processes, or their peers would see the connections close; then a
-failing 6 cannot bring the container back, and the error says so (docs/decisions/0003-hold-then-kill.md).
+failing 7 cannot bring the container back, and the error says so (docs/decisions/0003-hold-then-kill.md).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from image_format.file_names import is_ours
 from image_format.keys import load_signing_key
 from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
+from oci_hook.control_directory import forget_container
 from runtime_shim import debug_log, freezer, state_file
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
@@ -124,6 +126,7 @@ class _Checkpoint:
         key = self.prepare()
         with Undo() as undo:
             self.lift_pause(undo)
+            self.make_room()
             self.freeze_gpu(undo)
             status = self.dump(undo)
             if status != 0:
@@ -140,13 +143,16 @@ class _Checkpoint:
         """Everything that can be refused is refused here, while nothing has been touched."""
         key = load_signing_key()
         self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=look_s(self.settings)))
+        return key
+
+    def make_room(self) -> None:
+        """The last refusals; then what an earlier checkpoint left goes. The driver tells nothing of a paused process."""
         found = self.agent.request("inventory", {"cgroup": self.target.cgroup}, deadline_s=look_s(self.settings))
         gpu_bytes = sum(int(process.get("gpu_bytes") or 0) for process in found["processes"])
         self.image_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.check_space(gpu_bytes)
         remove_old_seal(self.image_path)
         remove_dump(self.image_path)
-        return key
 
     def check_space(self, gpu_bytes: int) -> None:
         """In driver mode the GPU's memory becomes host memory, and CRIU writes both."""
@@ -216,6 +222,7 @@ class _Checkpoint:
             if not self.ends_by_criu:
                 self.end_container()
             self.forget_lease()
+            forget_container(self.settings.run_dir, self.target.id)  # whether or not the engine calls `delete` now
 
     def end_container(self) -> None:
         """As CRIU does it: SIGKILL for all, no instruction more; then the low-level runtime forgets the container."""

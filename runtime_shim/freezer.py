@@ -3,7 +3,7 @@
 Pausing and resuming go through the low-level runtime (LowLevel.call with `pause` and `resume`), which keeps its own
 books; ending does not, because no runtime verb ends a frozen container without letting it run on.
 Refuses to end a cgroup that this process is in: a container without a cgroup of its own shares the engine's.
-Called by checkpoint.py and restore.py. Kernel: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/freezer-subsystem.rst.
+Called by checkpoint.py, restore.py, delete.py and resume.py. Kernel: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/freezer-subsystem.rst.
 """
 
 from __future__ import annotations
@@ -31,6 +31,23 @@ def is_frozen(cgroup: str) -> bool:
         return "frozen 1" in events.splitlines()
     state = _read(f"{CGROUP_ROOT}/freezer{cgroup}/freezer.state")
     return state is not None and state.strip() in ("FROZEN", "FREEZING")
+
+
+def is_running(cgroup: str) -> bool:
+    """Whether the cgroup is there, has processes, and is not frozen."""
+    folder = _folder(cgroup)
+    return folder is not None and bool(_members(folder)) and not is_frozen(cgroup)
+
+
+def is_held(pid: int) -> bool:
+    """Whether any hierarchy's freezer holds the process; on machines with both versions either may."""
+    for path in _freezer_files(pid):
+        if path.endswith("/cgroup.freeze"):
+            if "frozen 1" in (_read(f"{path[: -len('freeze')]}events") or ""):
+                return True
+        elif (_read(path) or "").strip() in ("FROZEN", "FREEZING"):
+            return True
+    return False
 
 
 def folder_of(cgroup: str) -> str | None:
@@ -64,7 +81,8 @@ def kill(cgroup: str, pid: int, *, deadline_s: float = KILL_S) -> None:
         if not _write(f"{folder}/cgroup.kill", "1"):
             for member in members:
                 _signal(member)
-            _write(f"{folder}/freezer.state", "THAWED")  # version 1 delivers SIGKILL only then, and first
+        for member in members:
+            thaw(member)  # version 1 delivers SIGKILL only then, and before anything else
         time.sleep(LOOK_AGAIN_S)
 
 
@@ -76,6 +94,7 @@ def _kill_namespace(pid: int, deadline_s: float) -> None:
         return
     try:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
+        thaw(pid)
         import select  # noqa: PLC0415
 
         if not select.select([handle], [], [], deadline_s)[0]:

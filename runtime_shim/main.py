@@ -28,6 +28,7 @@ HANDLERS = {
     "run": ("runtime_shim.create", "create"),
     "exec": ("runtime_shim.exec_verb", "exec_process"),
     "delete": ("runtime_shim.delete", "delete"),
+    "resume": ("runtime_shim.resume", "resume"),
     "checkpoint": ("runtime_shim.checkpoint", "checkpoint"),
     "restore": ("runtime_shim.restore", "restore"),
 }

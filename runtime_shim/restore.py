@@ -26,6 +26,7 @@ from image_format.verifying import verify_directory
 from oci_hook.bundle_file import BundleFile
 from oci_hook.gpu_detection import is_gpu_container
 from runtime_shim import debug_log, freezer, state_file
+from runtime_shim.guard import Guard, end_container
 from runtime_shim.injection import injected_bundle
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.supervise import Finished, run_child
@@ -82,6 +83,7 @@ class _Restore:
         self.moves: dict[str, str] = {}
         self.thaw_problem: VgpuError | None = None
         self.has_thawed = False
+        self.guard = Guard(call.get("pid-file"))
         self.prefill: dict[str, str] = {}
 
     def run(self) -> int:
@@ -95,26 +97,40 @@ class _Restore:
                 with self.clock("gates"):
                     self.check_gates(self.record)
                 self.begin_prefill(self.record)
-            with (
-                injected_bundle(
-                    self.settings,
-                    self.bundle,
-                    self.id,
-                    preload_build=recorded_preload(self.record),
-                    mode=recorded_mode(self.record),
-                ) as self.injection,
-                self.clock("restore"),
-            ):
-                done = self.restore_processes()
-            if done.has_timed_out:
-                raise RestoreFailed(what=f"{self.low_level.name} restore of {self.id} took longer than the deadline")
-            if done.status == 0 and not self.has_thawed:
-                with self.clock("thaw"):
-                    self.thaw()
-            if self.thaw_problem is not None:
-                raise self.thaw_problem
+            with self.guard:
+                done = self.bring_back()
         self.clock.write(self.settings, "restore", self.id)
         return done.status
+
+    def bring_back(self) -> Finished:
+        """The CPU side, then the GPU side."""
+        with (
+            injected_bundle(
+                self.settings,
+                self.bundle,
+                self.id,
+                preload_build=recorded_preload(self.record),
+                mode=recorded_mode(self.record),
+            ) as self.injection,
+            self.clock("restore"),
+        ):
+            done = self.restore_processes()
+        if done.has_timed_out or (done.status != 0 and self.call.has("detach")):
+            self.end_what_is_there()
+        if done.has_timed_out:
+            raise RestoreFailed(what=f"{self.low_level.name} restore of {self.id} took longer than the deadline")
+        if done.status == 0 and not self.has_thawed:
+            with self.clock("thaw"):
+                self.thaw()
+        if self.thaw_problem is not None:
+            raise self.thaw_problem
+        return done
+
+    def end_what_is_there(self) -> None:
+        """A low-level runtime that was ended may have restored the processes and not said so; frozen they would stay."""
+        pid_file = self.call.get("pid-file")
+        if pid_file is not None:
+            end_container(pid_file)
 
     def check_gates(self, record: Record) -> None:
         """Gates 3 and 4; everything they find, in one error of the first gate that failed."""
@@ -185,6 +201,7 @@ class _Restore:
         except BaseException:
             freezer.kill(cgroup, pid)
             raise
+        self.guard.stand_down()
         self.has_thawed = True
         state_file.write_running(
             self.settings,

@@ -44,6 +44,9 @@ RUNTIME_CONF_TEXT = """\
 # The annotation vgpu.snapshot/mode=driver or =staged on a container wins over this.
 #mode = driver
 
+# Host memory that the agent keeps pinned for the next suspend, checkpoint or restore in staged mode, such as 40G.
+#staging_reserve = 0
+
 # Progress on stderr of a checkpoint: auto (only on a terminal), json (one JSON line a phase), none.
 #progress = auto
 

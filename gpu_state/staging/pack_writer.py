@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections import deque
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 WRITER_THREADS = 16
 _SLICE_S = 0.05
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-_ZEROS = memoryview(bytes(CHUNK_BYTES))
+_ZEROS = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned, as O_DIRECT wants it
 
 
 class PackFile:
@@ -67,9 +68,10 @@ class PackFile:
         try:
             return os.pwritev(self.descriptor, buffers, offset)
         except OSError as problem:
-            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-            if problem.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            if problem.errno != errno.EINVAL:
                 raise
+            # Another thread may have taken the flag away meanwhile: the second try tells.
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # opens with it but cannot do it
             return os.pwritev(self.descriptor, buffers, offset)
 

@@ -8,15 +8,17 @@ restores. Not tested: CRIU killed while its code runs inside the application, wh
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import subprocess
 import time
+from signal import SIGKILL
 
 import pytest
 
 import vgpu_errors
 from tests.engines.gpu_container import GpuContainer, restore
-from tests.engines.prepared import LOW_LEVEL, configured, digest
+from tests.engines.prepared import LOW_LEVEL, configured, digest, inspect
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
 
@@ -98,8 +100,19 @@ def started(node, *words):
 
 
 def signal(node, who, name="KILL"):
-    """Send a signal to one of those who take part; they must be there."""
-    node.run(["pkill", f"-{name}", "-f", PATTERNS[who]])
+    """Send a signal to one of those who take part, the eldest of that name; it must be there."""
+    node.run(["pkill", f"-{name}", "-o", "-f", PATTERNS[who]])
+
+
+def outer_pid(node, who):
+    """The pid as this machine counts, to be killed without the time that entering the host takes."""
+    inner = node.run(["pgrep", "-o", "-f", PATTERNS[who]]).stdout.strip()
+    namespace = os.stat(f"/proc/{node.init_pid}/ns/pid").st_ino
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.stat(folder / "ns/pid").st_ino == namespace and f"\t{inner}\n" in (folder / "status").read_text():
+                return int(folder.name)
+    raise AssertionError(f"no {who}")
 
 
 def gone(node, who):
@@ -140,30 +153,43 @@ def large(node):
     container.wait_for_step(1)
     yield container
     node.run(["podman", "rm", "-af", "-t", "0"])
+    node.run(["rm", "-f", ARCHIVE])
 
 
-def await_freeze(node):
+def await_journal(node):
     """The journal entry is written before the first lock."""
     journal, ends = pathlib.Path(node.root, "run/vgpu/journal"), time.monotonic() + 30
     while not list(journal.glob("*.json")):
-        assert time.monotonic() < ends, "no freeze began"
+        assert time.monotonic() < ends, "neither freeze nor thaw began"
         time.sleep(0.005)
+
+
+def await_shim(node):
+    node.wait_for(["pgrep", "-f", PATTERNS["shim"]], interval=0.02)
+    return outer_pid(node, "shim")
+
+
+def running_agent(node):
+    node.run(["vgpu", "ps"])
+    return outer_pid(node, "agent")
 
 
 def test_the_shim_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
     with started(node, "checkpoint", "counter") as podman:
-        await_freeze(node)
-        signal(node, "shim")
+        shim = await_shim(node)
+        await_journal(node)
+        os.kill(shim, SIGKILL)
         assert podman.wait(timeout=30) == 125
     runs_on(large, step)
 
 
 def test_the_agent_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
+    agent = running_agent(node)
     with started(node, "checkpoint", "counter") as podman:
-        await_freeze(node)
-        signal(node, "agent")
+        await_journal(node)
+        os.kill(agent, SIGKILL)
         assert podman.wait(timeout=30) == 125
         assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
     node.run(["vgpu", "ps"])  # the next one to ask starts an agent, which finds the journal
@@ -306,16 +332,19 @@ def test_an_agent_that_is_killed_before_the_thaw_is_started_anew(node, archive):
     runs_on(GpuContainer(node), archive)
 
 
-def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(node, archive):
+def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(large):
+    node, step = large.host, large.step()
+    large.export(ARCHIVE, "--compress", "none")
+    large.remove()
     with gated(node, "restore", "after") as gate, started(node, "restore", "--import", ARCHIVE) as podman:
         gate.wait()
-        signal(node, "worker", "STOP")
+        agent = running_agent(node)
         gate.open()
-        node.wait_for(["sh", "-c", "ls /run/vgpu/journal/*.json"])
-        signal(node, "agent")
+        await_journal(node)
+        os.kill(agent, SIGKILL)
         assert podman.wait(timeout=30) == 125
         assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
-    restores(node, archive)
+    restores(node, step)
 
 
 def test_a_thaw_that_hangs_is_ended_by_the_deadline(node, archive):
@@ -338,6 +367,8 @@ def test_podman_is_killed_during_a_restore(node, archive):
         signal(node, "podman")
         gate.open()
         gone(node, "shim")
+    # podman never heard of the container that came back; as after any killed podman, the runtime has to end it.
+    node.run(["vgpu-runtime", "delete", "--force", inspect(node, "counter")["Id"]])
     restores(node, archive)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from image_format.vram import read_fragment
 from tests.unit.agent_stage import CONTAINER, Counter, Stage, cgroup2_mount, wait_until
+from tests.unit.test_staged_flows import pools
 from vgpu_errors import DriverCallFailed, GpuObjectBlocks, NotEnoughDeviceMemory
 from vgpu_preload import build as preload_build
 
@@ -86,7 +87,7 @@ def system(link, library):
         print(system.log())
     system.close()
     link.unlink(missing_ok=True)
-    for path in Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"):
+    for path in pools(system):
         path.unlink()
 
 
@@ -253,7 +254,7 @@ def test_an_agent_killed_in_the_middle_of_a_suspend(system):
                     owner.request("release", {"lease": entry["lease"], "keep": False}, deadline_s=30)
         assert counter.is_counting()
         wait_until(lambda: counter.pid in system.registered(), "the registration")
-    assert not list(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"))
+    assert not pools(system)
 
 
 def test_managed_memory_is_named_and_nothing_stops(system):

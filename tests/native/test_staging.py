@@ -494,6 +494,75 @@ def test_suspend_to_memory_and_resume_in_the_same_worker(node, tmp_path):
     assert not pool.exists()
 
 
+def suspended_to(worker, app, pool):
+    """Content into the worker's pool while the application lets go: nobody waits for the copies before `drain`."""
+    worker.send_objects(app.docs, app.fds, soon())
+    worker.prepare(pool, (), 0, soon())
+    report = worker.request("final", {"set_aside": False, "settles": False}, soon())
+    app.do("drop")
+    for fd in app.fds:
+        os.close(fd)
+    worker.drain(soon())
+    worker.request("let_go", {}, soon())
+    return report
+
+
+def resumed_from(worker, app):
+    worker.request("create", {"objects": app.docs}, soon())
+    done = worker.request("fill", {"proves": True}, soon())
+    fds = worker.export([doc["name"] for doc in app.docs], soon())
+    for doc in app.docs:
+        app.do("take", [fds[doc["name"]]], sizes=[doc["size"]], device=doc["device"])
+        os.close(fds[doc["name"]])
+    return done
+
+
+def test_a_reserved_worker_serves_one_application_after_the_other(make_node, tmp_path):
+    """Two GPUs; zeros and content that is there twice; copies under way when the application lets go; proof on the way in."""
+    node = make_node(count=2)
+    worker = node.worker()
+    pool = tmp_path / "spare"
+    result = worker.request("reserve", {"bytes": 40 * MIB, "name": pool.name, "folder": str(tmp_path)}, soon())
+    assert (result["pool"], result["spare_bytes"]) == (str(pool), 40 * MIB)
+    assert {device["uuid"] for device in result["devices"]} == set(node.uuids)
+    for number in range(3):
+        app = node.app([18 * MIB, 10 * MIB]).alloc(node, [12 * MIB], device=1)
+        app.do("fill", seed=f"application {number}")
+        app.do("write", number=0, chunk=1, seed=None)
+        app.do("write", number=0, chunk=2, seed=None)
+        app.do("write", number=2, chunk=0, seed="twice")
+        app.do("write", number=2, chunk=2, seed="twice")
+        before = app.digests()
+        report = suspended_to(worker, app, memory_pool(tmp_path))
+        assert (report["zero_bytes"], report["dedup_bytes"]) == (8 * MIB, CHUNK)
+        assert resumed_from(worker, app) == {"verified_bytes": 40 * MIB}
+        assert app.digests() == before
+        worker.reset(soon(), keeps_pool=False)
+        app.close()
+    facts = worker.request("facts", {}, soon())
+    assert (facts["objects"], facts["spare_bytes"]) == (0, 40 * MIB)
+    assert pool.exists()
+    worker.close()
+    assert not pool.exists()
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_what_comes_back_other_than_it_went_is_named(node, tmp_path, chunk):
+    worker = node.worker()
+    pool = tmp_path / "spare"
+    worker.request("reserve", {"bytes": 40 * MIB, "name": pool.name, "folder": str(tmp_path)}, soon())
+    app = node.app([18 * MIB])
+    app.do("fill", seed="good")
+    app.do("write", number=0, chunk=4, seed=None)
+    suspended_to(worker, app, memory_pool(tmp_path))
+    with pool.open("r+b") as file:
+        file.seek(chunk * CHUNK + 77)
+        file.write(b"evil")
+    worker.request("create", {"objects": app.docs}, soon())
+    with pytest.raises(ContentMismatch, match=f"chunk {chunk} from vgpu-pack-00000.bin"):
+        worker.request("fill", {"proves": True}, soon())
+
+
 def test_a_pool_without_room_is_refused_ahead_of_the_freeze(node, tmp_path):
     app = node.app([8 * MIB])
     worker = node.worker()

@@ -69,7 +69,7 @@ def test_the_operations_page_has_every_setting_with_its_default(key):
     default = getattr(Settings(), key)
     assert found
     if default is not None:
-        assert found[1].strip("` ") == (f"{default:g}" if isinstance(default, float) else default)
+        assert found[1].strip("` ") == (f"{default:g}" if isinstance(default, float) else str(default))
 
 
 def test_the_settings_file_of_setup_shows_every_key_with_its_default():

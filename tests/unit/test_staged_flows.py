@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from gpu_state.staging_session import pool_prefix
 from image_format.fields import Fields
 from image_format.gpu_objects import ObjectEntry
 from image_format.keys import make_node_key
@@ -90,7 +91,7 @@ def stage():
     stage.image = stage.folder / "image"
     stage.image.mkdir()
     yield stage
-    for path in Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"):
+    for path in pools(stage):
         path.unlink()
     if os.environ.get("VGPU_SHOW_LOG"):
         print(stage.log())
@@ -114,6 +115,12 @@ def release(client, frozen, *, keep=False):
 
 def drain(client):
     return client.request("drain", {"container": CONTAINER, "deadline_s": 30}, deadline_s=40)
+
+
+def pools(stage):
+    """The memory of this stage's suspended containers; other stages have theirs in the same place."""
+    prefix = pool_prefix(stage.run_dir / "suspended" / CONTAINER)
+    return [path for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
 
 
 def used_bytes(stage):
@@ -174,10 +181,10 @@ def test_a_killed_agent_leaves_a_suspended_container_suspended(stage, counter, t
 
 def test_the_content_of_a_suspended_container_goes_with_its_processes(stage, counter):
     suspend(stage)
-    assert list(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"))
+    assert pools(stage)
     counter.process.kill()
     counter.process.wait()
-    wait_until(lambda: not list(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*")), "the end of the pool")
+    wait_until(lambda: not pools(stage), "the end of the pool")
     wait_until(lambda: stage.journal() == [], "the end of the journal entry")
 
 
@@ -195,7 +202,7 @@ def test_a_suspend_that_fails_leaves_the_container_running_and_nothing_behind(st
 
 def test_resume_refuses_a_changed_pool_and_the_container_stays_suspended(stage, counter):
     suspend(stage)
-    pool = next(Path("/dev/shm").glob(f"vgpu-suspended-{CONTAINER}-*"))
+    pool = pools(stage)[0]
     good = pool.read_bytes()
     with pool.open("r+b") as file:
         file.seek(4096)
@@ -402,11 +409,16 @@ def test_memory_that_nobody_holds_any_more_is_named_as_lost(stage, counter):
     assert counter.stands_still()
 
 
-def staging_worker(stage):
+def staging_workers(stage):
+    """Those of the stage's agent, also one that is just ending."""
     children = Path(f"/proc/{stage.agent.pid}/task")
-    pids = [pid for task in children.iterdir() for pid in (task / "children").read_text().split()]
-    found = [int(pid) for pid in pids if b"gpu_state.staging.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found[0] if found else None
+    pids = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+    return {pid for pid in pids if b"gpu_state.staging.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def staging_worker(stage, others=frozenset()):
+    """One that is not among the others; None while there is none."""
+    return max(staging_workers(stage) - others, default=None)
 
 
 def test_a_worker_killed_after_release_costs_the_checkpoint_and_not_the_application(stage, counter):
@@ -564,15 +576,18 @@ def test_a_prefill_that_nobody_fetches_gives_its_memory_back(stage, counter, key
         assert counter.is_counting()
 
 
-def test_a_staging_worker_killed_during_a_restore_is_named_and_the_restore_can_be_tried_again(stage, counter, key):
+def test_a_staging_worker_killed_during_a_restore_is_named_and_the_restore_can_be_tried_again(stage, key):
+    big = StagedCounter(stage, "big", "--objects", "60")
+    wait_until(lambda: stage.registered() == {big.pid}, "the registration")
     with stage.connect() as client:
-        record = sealed_image(stage, client, counter, key)
+        record = sealed_image(stage, client, big, key)
+        others = staging_workers(stage)
         handle = prefill(stage, client, record)
-        os.kill(wait_until(lambda: staging_worker(stage), "the worker"), signal.SIGKILL)
+        os.kill(wait_until(lambda: staging_worker(stage, others), "the worker"), signal.SIGKILL)
         with pytest.raises(StagingWorkerLost):
             thaw(stage, client, handle)
         thaw(stage, client, prefill(stage, client, record))
-        assert counter.is_counting()
+        assert big.is_counting()
 
 
 def test_a_staged_conversation_is_as_the_schema_says(stage, counter, key):

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-LAUNCHES, ALLOCATIONS, REPEATS = 20_000, 200, 7
+LAUNCHES, ALLOCATIONS, REPEATS = 5_000, 50, 5
 
 
 def main() -> int:
