@@ -268,7 +268,7 @@ def small_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
     if not gpus.is_real():
         return []
     small = node.start("small", python("torch_small_work.py"), has_preload=has_preload)
-    found = small.wait_for(lambda lines: bool(lines), "result")[-1]
+    found = small.wait_for(bool, "result")[-1]
     small.end()
     gate = str(node.folder / "never")
     decoder = node.start(

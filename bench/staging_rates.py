@@ -296,9 +296,9 @@ class Application:
 
 
 def application(fd: int) -> None:
-    from gpu_state.staging import cuda_calls  # noqa: PLC0415 - the driver's world, in the application's process only
-    from gpu_state.staging.cuda_calls import DeviceContext, call  # noqa: PLC0415
-    from gpu_state.staging.device_objects import create_object  # noqa: PLC0415
+    from gpu_state.staging import cuda_calls
+    from gpu_state.staging.cuda_calls import DeviceContext, call
+    from gpu_state.staging.device_objects import create_object
 
     cuda_calls.start()
     context, lines = DeviceContext(0), FdLines(socket.socket(fileno=fd))
@@ -349,8 +349,8 @@ def put_stand_in(stack: contextlib.ExitStack) -> None:
 
 
 def software_gpu(stack: contextlib.ExitStack, gib: float) -> str:
-    from tests.software_gpu.build import build  # noqa: PLC0415 - for the rehearsal only
-    from tests.software_gpu.devices import make_devices  # noqa: PLC0415
+    from tests.software_gpu.build import build
+    from tests.software_gpu.devices import make_devices
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     make_devices(folder / "gpus", 1, int(gib * 3 * GIB) + (2 << 30), "bench")

@@ -245,7 +245,9 @@ class InventoryMismatch(NodeError):
     """The GPU memory on {device} is not all accounted for: {what}"""
 
     exit_code = 40
-    remedy = "Nothing was taken away from the process. Please report this with the output of 'vgpu doctor CONTAINER --json'."
+    remedy = (
+        "Nothing was taken away from the process. Please report this with the output of 'vgpu doctor CONTAINER --json'."
+    )
 
 
 class DeviceContentLost(NodeError):

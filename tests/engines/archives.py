@@ -15,8 +15,8 @@ import tarfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from image_format.bundle import Bundle
 from image_format import canonical_json
+from image_format.bundle import Bundle
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SIGNATURE_NAME
 from image_format.keys import SigningKey, load_signing_key
 from image_format.sealing import sign

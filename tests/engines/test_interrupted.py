@@ -89,7 +89,11 @@ def gated(node, verb, moment):
 def started(node, *words):
     """A podman command under way; at the end it has ended, by itself or by force."""
     process = node.popen(
-        ["podman", "container", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["podman", "container", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process

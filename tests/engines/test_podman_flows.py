@@ -268,7 +268,9 @@ def test_the_users_own_preload_is_kept(node):
     ("options", "program"),
     [
         pytest.param(["--annotation", "vgpu.snapshot/inject=false"], [], id="switched-off"),
-        pytest.param([], ["sh", "-c", "exec env -u LD_PRELOAD counter --out /tmp/steps --mib 16 --interval 50"], id="unset"),
+        pytest.param(
+            [], ["sh", "-c", "exec env -u LD_PRELOAD counter --out /tmp/steps --mib 16 --interval 50"], id="unset"
+        ),
     ],
 )
 def test_a_program_without_the_preload_is_checkpointed_by_the_driver_alone(node, options, program):

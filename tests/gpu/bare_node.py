@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, Self
 
 from gpu_state.client import AgentClient
 from tests.hosts import gpus
@@ -41,7 +41,7 @@ class BareNode:
         if not gpus.is_real():
             self.environment |= software_environment(self.folder, software_memory)
 
-    def __enter__(self) -> BareNode:
+    def __enter__(self) -> Self:
         for name in ("state", "containers"):
             (self.run_dir / name).mkdir(parents=True)
         command = [sys.executable, "-m", "gpu_state.agent", "--foreground", "--state-dir", str(self.run_dir)]
