@@ -326,7 +326,7 @@ def decode(node: BareNode, gib: int) -> tuple[Program, pathlib.Path]:
     tokens = "100000" if gpus.is_real() else "1"
     program = node.start(
         "decode",
-        python("torch_decode.py", "--gib", str(gib), "--context", "8192", "--tokens", tokens, "--gate", str(gate)),
+        python("torch_decode.py", "--gib", str(gib), "--context", "4096", "--tokens", tokens, "--gate", str(gate)),
     )
     if gpus.is_real():
         program.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")

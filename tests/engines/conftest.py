@@ -18,10 +18,22 @@ from tests.hosts.rows import wanted_rows
 UNAVAILABLE = {}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    config.addinivalue_line("markers", "first_row: the row makes no difference, so the first one is enough")
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "tests/engines" in str(item.path):
             item.add_marker(pytest.mark.engines)
+    repeated = [item for item in items if _is_repeated(item)]
+    items[:] = [item for item in items if item not in repeated]
+    config.hook.pytest_deselected(items=repeated)
+
+
+def _is_repeated(item):
+    row = item.callspec.params.get("row") if hasattr(item, "callspec") else None
+    return row is not None and item.get_closest_marker("first_row") is not None and row != wanted_rows()[0]
 
 
 def pytest_generate_tests(metafunc):

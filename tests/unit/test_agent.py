@@ -506,6 +506,22 @@ def test_an_agent_on_demand_holds_nothing_of_its_client(stage):
     os.close(read)
 
 
+def test_an_agent_that_fails_again_and_again_is_not_waited_for(stage):
+    began = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="/bin/false ended with status 1"):
+        AgentClient.connect(stage.socket, program="/bin/false", deadline_s=20)
+    assert time.monotonic() - began < 5
+
+
+def test_a_client_knows_when_its_agent_has_gone(stage):
+    stage.start_agent()
+    with AgentClient.connect(stage.socket, start_on_demand=False) as client:
+        assert client.is_connected()
+        stage.agent.kill()
+        stage.agent.wait(5)
+        assert not client.is_connected()
+
+
 @pytest.mark.parametrize("program", ["/nonexistent/vgpu-agent", "/bin/false"])
 def test_an_agent_that_does_not_start_is_reported_in_time(stage, program):
     began = time.monotonic()

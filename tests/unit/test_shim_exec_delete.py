@@ -91,3 +91,12 @@ def test_delete_leaves_other_containers_alone(install):
     install.call("delete", "c1")
     assert install.control("c2").is_dir()
     assert install.state("c2") is not None
+
+
+@pytest.mark.parametrize("container", ["c1", "other"])
+def test_resume_of_a_container_that_may_be_paused_is_the_low_level_runtimes(install, container):
+    install.call("create", "--bundle", install.bundle("c1"), "c1")
+    process = install.start("resume", container)
+    process.communicate(timeout=60)
+    last = install.low_level.calls()[-1]
+    assert (last.argv[1:], last.pid) == (["resume", container], process.pid)

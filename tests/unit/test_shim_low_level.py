@@ -187,6 +187,19 @@ def test_frozen_is_read_from_either_version(tmp_path, monkeypatch, files, is_fro
     assert freezer.folder_of("/c") is None
 
 
+@pytest.mark.parametrize(
+    ("events", "procs", "is_running"),
+    [("frozen 0\n", "7\n", True), ("frozen 1\n", "7\n", False), ("frozen 0\n", "", False)],
+)
+def test_a_container_runs_that_has_processes_and_is_not_frozen(tmp_path, monkeypatch, events, procs, is_running):
+    monkeypatch.setattr(freezer, "CGROUP_ROOT", str(tmp_path))
+    assert not freezer.is_running("/c")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/cgroup.events").write_text(events)
+    (tmp_path / "c/cgroup.procs").write_text(procs)
+    assert freezer.is_running("/c") is is_running
+
+
 def test_the_folder_is_version_2s_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(freezer, "CGROUP_ROOT", str(tmp_path))
     (tmp_path / "c").mkdir()

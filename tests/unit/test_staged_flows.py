@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -80,22 +81,22 @@ class StagedCounter:
 
 @pytest.fixture
 def stage():
-    import sys
-
     stage = Stage(memory_mib=256)
     stage.python = sys.executable
-    stage.start_agent()
-    stage.write_state()
-    wait_until(stage.control_socket().is_socket, "the control socket")
-    (stage.control_socket().parent / "mode").write_text("staged")
-    stage.image = stage.folder / "image"
-    stage.image.mkdir()
-    yield stage
-    for path in pools(stage):
-        path.unlink()
-    if os.environ.get("VGPU_SHOW_LOG"):
-        print(stage.log())
-    stage.close()
+    try:
+        stage.start_agent()
+        stage.write_state()
+        wait_until(stage.control_socket().is_socket, "the control socket")
+        (stage.control_socket().parent / "mode").write_text("staged")
+        stage.image = stage.folder / "image"
+        stage.image.mkdir()
+        yield stage
+        if os.environ.get("VGPU_SHOW_LOG"):
+            print(stage.log())
+    finally:
+        stage.close()
+        for path in pools(stage):
+            path.unlink()
 
 
 @pytest.fixture
