@@ -22,7 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from bench.measurement import row, write
+from bench.measurement import gpu_names, row, write
 from gpu_state.staging import cuda_calls
 from gpu_state.staging.chunk_hasher import CHUNK_SIZE, ChunkHasher, HashRange, HashRun
 from gpu_state.staging.cuda_calls import call
@@ -207,12 +207,8 @@ def report(rates: dict, loads: dict, peaks: dict[str, float], largest: int, *, i
     for entry in rows:
         print(f"{entry['key']}: {entry['value']} {entry['unit']} ({entry['what']}); raw {entry['raw']}")
     if is_written:
-        print(write("gpu-blake3", rows, gpu=gpu_name(), driver=str(call("cuDriverGetVersion"))).name)
+        print(write("gpu-blake3", rows, **gpu_names()).name)
     return 0
-
-
-def gpu_name() -> str:
-    return call("cuDeviceGetName", 256, 0).split(b"\0", 1)[0].decode()
 
 
 if __name__ == "__main__":

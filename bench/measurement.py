@@ -109,3 +109,10 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("VGPU_COMMIT", "unknown")
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def gpu_names() -> dict[str, str]:
+    """`gpu` and `driver` of a measurement file: the first GPU's name and the driver's release."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    return {"gpu": name, "driver": driver}

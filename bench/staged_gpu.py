@@ -20,7 +20,6 @@ from typing import Any
 
 from bench import measurement
 from tests.gpu.bare_node import ROOT, BareNode, Program
-from tests.gpu.podman_run import gpu_names
 from tests.hosts import gpus, software_gpu
 
 PROGRAMS = ROOT / "tests" / "gpu" / "programs"
@@ -44,11 +43,11 @@ def main() -> int:
             args.has_failed = True
         shutil.rmtree(PACKS, ignore_errors=True)
         print(f"    ({time.monotonic() - began:.1f} s)", flush=True)
+        if args.measurements and gpus.is_real() and rows:  # after each part, or a time limit would take them all
+            measurement.write(args.name, rows, folder=args.measurements, **measurement.gpu_names())
     for row in rows:
         base = f"  baseline {row['baseline']} ratio {row['ratio']}" if "ratio" in row else ""
         print(f"    {row['key']:28} {row['value']:12} {row['unit']:6} {row['what']}{base}", flush=True)
-    if args.measurements and gpus.is_real() and rows:
-        print(measurement.write(args.name, rows, folder=args.measurements, **gpu_names()).name)
     return 1 if args.has_failed else 0
 
 

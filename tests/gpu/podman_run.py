@@ -49,7 +49,7 @@ def main() -> int:
             f"podman-{args.gib}gib" + ("-staged" if args.mode == "staged" else ""),
             rows,
             folder=args.measurements,
-            **gpu_names(),
+            **measurement.gpu_names(),
         )
         say(f"wrote {path.name}")
     print("gpu-demo: ok", flush=True)
@@ -310,12 +310,6 @@ class Clock:
 
     def seconds(self) -> float:
         return round(time.monotonic() - self._began, 4)
-
-
-def gpu_names() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    return {"gpu": name, "driver": driver}
 
 
 def report(taken: dict[str, float]) -> None:

@@ -74,7 +74,14 @@ class Layer:
         query, key, value = (normed(hidden) @ self.query_key_value).view(3, 1, HEADS, 1, HEAD).unbind(0)
         self.keys.index_copy_(2, position, key)
         self.values.index_copy_(2, position, value)
-        mixed = ((query @ self.keys.transpose(-1, -2)).float().mul(HEAD**-0.5).masked_fill(~mask, float("-inf")).softmax(-1).to(torch.bfloat16)) @ self.values
+        mixed = (
+            (query @ self.keys.transpose(-1, -2))
+            .float()
+            .mul(HEAD**-0.5)
+            .masked_fill(~mask, float("-inf"))
+            .softmax(-1)
+            .to(torch.bfloat16)
+        ) @ self.values
         hidden = hidden + mixed.reshape(1, HIDDEN) @ self.output
         gate, up = (normed(hidden) @ self.gate_up).chunk(2, dim=-1)
         return hidden + (torch.nn.functional.silu(gate) * up) @ self.down
