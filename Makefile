@@ -19,8 +19,6 @@ INSTALL_PYTHON ?= /usr/bin/python3
 INSTALL_VERSION = $(shell $(INSTALL_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 FUZZ_SECONDS ?= 60
 ROOT := $(shell [ "$$(id -u)" = 0 ] && echo yes)
-# Without root there are no test hosts; the run says so.
-MARKS := $(if $(ROOT),not gpu,not gpu and not engines)
 
 .PHONY: help dev lock lint test test-fast test-root test-gpu gpu-test gpu-demo demo fuzz bench docs measurements install uninstall package carry clean
 
@@ -48,7 +46,7 @@ test: $(ENVIRONMENT) ## lint, then every test that needs no GPU; T=name: only th
 else
 test: lint
 	@$(if $(ROOT),,echo "test: not root, so the tests in test hosts are left out")
-	$(PY) -m pytest -m '$(MARKS)'
+	$(PY) -m tools.run_tests $(if $(ROOT),,--without-hosts)
 endif
 
 test-fast: $(ENVIRONMENT) ## tests without test hosts

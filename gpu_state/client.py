@@ -87,13 +87,8 @@ class AgentClient:
     def is_connected(self) -> bool:
         """Whether there is still an agent at the other end; one that hangs counts as there."""
         waiting = select.poll()
-        waiting.register(self._connection, select.POLLIN)
-        if not waiting.poll(0):
-            return True
-        try:
-            return self._connection.recv(1, socket.MSG_PEEK) != b""
-        except OSError:
-            return False
+        waiting.register(self._connection, select.POLLRDHUP)
+        return not waiting.poll(0)  # POLLHUP and POLLERR come unasked; what was not read yet does not hide them
 
     def close(self) -> None:
         """Give the connection up; the agent thaws what a lease of it still holds."""

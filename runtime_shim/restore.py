@@ -147,9 +147,6 @@ class _Restore:
         """GPU memory of staged mode is filled beside the low-level runtime's restore; `thaw` fetches it by the handle."""
         if not any(process.mode == "staged" for process in record.processes):
             return
-        if not self.agent.is_connected():  # killed while the CPU side came back
-            self.agent.close()
-            self.agent = AgentClient.connect(deadline_s=self.look_s())
         seconds = self.deadline.remaining()
         args = {
             "container": self.id,
@@ -215,6 +212,8 @@ class _Restore:
 
     def thaw_processes(self, cgroup: str) -> None:
         """Ask the agent, and hold its answer against the record: a process that is missing was lost on the way."""
+        if not self.agent.is_connected():
+            self.start_anew()
         seconds = self.deadline.remaining()
         result = self.agent.request(
             "thaw",
@@ -230,6 +229,13 @@ class _Restore:
             raise RestoreFailed(
                 what=f"the GPU side of {self.id} came back for the processes {back}, the checkpoint has {recorded}"
             )
+
+    def start_anew(self) -> None:
+        """An agent that was killed while the CPU side came back: another one, and with it the memory that was filled."""
+        self.agent.close()
+        self.agent = AgentClient.connect(deadline_s=self.look_s())
+        if self.record is not None:
+            self.begin_prefill(self.record)
 
     def pid(self) -> int | None:
         """The container's first process, from the pid file or from the low-level runtime."""
