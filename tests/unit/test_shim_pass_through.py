@@ -1,6 +1,7 @@
 """A verb that passes through reaches the low-level runtime exactly as the engine meant it."""
 
 import json
+import fcntl
 import os
 import re
 import signal
@@ -79,15 +80,14 @@ def test_cwd_process_group_and_pid_are_the_engines(install, tmp_path):
 def test_inherited_descriptors_arrive_and_no_others(install, tmp_path, verb):
     bundle = install.bundle(spec=cpu_spec())
     with open(tmp_path / "a", "w") as first, open(tmp_path / "b", "w") as second:
-        os.dup2(first.fileno(), 233)
-        os.dup2(second.fileno(), 234)
+        passed = [fcntl.fcntl(file, fcntl.F_DUPFD, 233) for file in (first, second)]
         words = ["--bundle", bundle] if verb == "create" else []
-        install.call(verb, *words, "c1", pass_fds=(233, 234), stdin=subprocess.DEVNULL)
-        os.close(233)
-        os.close(234)
+        install.call(verb, *words, "c1", pass_fds=passed, stdin=subprocess.DEVNULL)
+        for descriptor in passed:
+            os.close(descriptor)
     descriptors = install.low_level.calls()[0].descriptors
-    assert set(descriptors) == {0, 1, 2, 233, 234}
-    assert descriptors[233] == str(tmp_path / "a")
+    assert set(descriptors) == {0, 1, 2, *passed}
+    assert descriptors[passed[0]] == str(tmp_path / "a")
 
 
 def test_output_and_status_are_the_low_level_runtimes(install):

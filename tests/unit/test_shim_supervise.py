@@ -1,5 +1,6 @@
 """The child lives and dies as if the engine had started it: signals, parent death, deadline, status, streams."""
 
+import fcntl
 import os
 import pty
 import signal
@@ -267,7 +268,7 @@ def test_socket_activation_names_the_child(install):
 def test_the_childs_context_is_the_engines(install, tmp_path):
     (tmp_path / "w").mkdir()
     with open(tmp_path / "a", "w") as file:
-        os.dup2(file.fileno(), 233)
+        passed = fcntl.fcntl(file, fcntl.F_DUPFD, 233)
         done = install.call(
             "create",
             "--bundle",
@@ -275,13 +276,13 @@ def test_the_childs_context_is_the_engines(install, tmp_path):
             "c1",
             cwd=tmp_path / "w",
             env={"LANG": "C", "A": "\udcff"},
-            pass_fds=(233,),
+            pass_fds=(passed,),
             stdin=subprocess.DEVNULL,
         )
-        os.close(233)
+        os.close(passed)
     assert done.returncode == 0
     call = install.low_level.calls()[0]
     assert call.cwd == str(tmp_path / "w")
     assert call.group == os.getpgid(0)
     assert sorted(call.env) == [b"A=\xff", b"LANG=C"]
-    assert set(call.descriptors) == {0, 1, 2, 233}
+    assert set(call.descriptors) == {0, 1, 2, passed}
