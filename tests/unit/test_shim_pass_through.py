@@ -1,7 +1,7 @@
 """A verb that passes through reaches the low-level runtime exactly as the engine meant it."""
 
-import json
 import fcntl
+import json
 import os
 import re
 import signal
