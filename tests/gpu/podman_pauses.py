@@ -13,6 +13,7 @@ import sys
 import time
 
 from tests.engines.gpu_container import DEVICE
+from tests.engines.prepared import LOW_LEVEL
 from tests.hosts import gpus
 from tests.hosts.host import TestHost
 
@@ -22,13 +23,14 @@ TIMED = re.compile(r"^(\d+) +(\d+\.\d+) (.*)$")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", default="trixie")
     parser.add_argument("--slow", type=float, default=3.0)
     args = parser.parse_args()
-    with TestHost("trixie", "pause-node", binds=gpus.binds()) as host:
+    with TestHost(args.row, "pause-node", binds=gpus.binds()) as host:
         gpus.install(host)
         host.install_project()
         host.run(
-            ["vgpu", "setup", "podman", *gpus.setup_options(), "--low-level-runtime", "/usr/bin/crun"], timeout=120
+            ["vgpu", "setup", "podman", *gpus.setup_options(), "--low-level-runtime", LOW_LEVEL[args.row]], timeout=120
         )
         host.image("plain")
         machine = subprocess.run(["cat", "/etc/resolv.conf"], capture_output=True, text=True, check=False).stdout
