@@ -121,7 +121,7 @@ def measure_copy(hasher: ChunkHasher, address: int, size: int, runs: int) -> dic
 
 
 def measure_regions(hasher: ChunkHasher, address: int, size: int, runs: int) -> dict[str, list[float]]:
-    """252 regions of a model (FACTS.md) in one launch, none a multiple of a chunk long."""
+    """252 regions of a model (measured on an H200) in one launch, none a multiple of a chunk long."""
     length = (size // 252 - 2 * MIB) // (2 * MIB) * (2 * MIB) + 1000 * 1000
     ranges = [HashRange(address + n * (size // 252) // 16 * 16, length) for n in range(252)]
     return {"252_regions": time_kernels(hasher, ranges, runs)} if length > 0 else {}

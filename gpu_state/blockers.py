@@ -26,7 +26,7 @@ class Rule:
     is_passing: bool = False
 
 
-# Measured on driver 580 (FACTS): a checkpoint of managed memory is refused with 801; one of imported memory succeeds and its
+# Measured on driver 580 (measured on an H200): a checkpoint of managed memory is refused with 801; one of imported memory succeeds and its
 # restore fails, so that the process is lost. What others have mapped comes back as a copy of its own.
 _RULES = {
     "managed": Rule(

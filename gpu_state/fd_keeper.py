@@ -1,6 +1,6 @@
 """Holds the descriptors of a container's GPU memory while its processes have given it away, beside the agent.
 
-A descriptor alone keeps device memory and its content (measured, FACTS). Were the agent the only holder, its death between
+A descriptor alone keeps device memory and its content (measured on an H200). Were the agent the only holder, its death between
 RELEASE and MAP would take the memory of a running application with it. So a small process holds them too, from before RELEASE
 until after MAP, and hands them to the next agent over `/run/vgpu/keep/<container>.sock`. It loads no driver and decides nothing.
 

@@ -1,6 +1,6 @@
 """Remembers which processes map device memory that the agent handed to them, across agents and freezes.
 
-Such memory is imported, and the driver's own checkpoint of a process with imports succeeds and loses the process (FACTS): a
+Such memory is imported, and the driver's own checkpoint of a process with imports succeeds and loses the process (measured on an H200): a
 marked process may be frozen in staged mode only. One file per container in /run/vgpu/staged; touches no process.
 Used by staged_freeze.py and staged_thaw.py.
 """

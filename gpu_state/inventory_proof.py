@@ -17,7 +17,7 @@ from vgpu_errors import InventoryMismatch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# A context costs 0.55 GiB on an H200 (DESIGN section 4); libraries load their kernels beside it.
+# A context costs 0.55 GiB on an H200 (docs/staged-mode.md); libraries load their kernels beside it.
 OWN_MOST_BYTES = 1536 << 20
 # The driver rounds to 2 MiB pages and the two figures are not of the same instant.
 ROUNDING_BYTES = 64 << 20

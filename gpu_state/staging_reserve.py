@@ -1,6 +1,6 @@
 """Keeps one staging worker ready, so that no suspend, checkpoint or restore waits for contexts and pinned memory.
 
-Starting a worker takes seconds, and making, touching and pinning a pool some 0.3 s for each GiB (FACTS.md); both are done here,
+Starting a worker takes seconds, and making, touching and pinning a pool some 0.3 s for each GiB (measured on an H200); both are done here,
 in the background: at the agent's start, and again when the worker has been away for a while or has died. A worker that comes
 back is made ready for the next container after the request's answer. Wanted by `staging_reserve` in runtime.conf.
 Knows nothing of containers. Pools that an earlier agent left, and no suspended container's note names, are removed.

@@ -1,7 +1,7 @@
 """Device memory that crosses processes as POSIX descriptors: imported from an application, or created here to be handed over.
 
 An object is mapped at an address of this process only; the application maps it at its own. Knows nothing of content.
-Facts relied upon (FACTS.md): an importer cannot export again, so the descriptor that came is the one that is kept; a
+Facts relied upon (measured on an H200): an importer cannot export again, so the descriptor that came is the one that is kept; a
 descriptor alone keeps the memory alive. Used by worker.py, copy_out.py and copy_in.py.
 """
 

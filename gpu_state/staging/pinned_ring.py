@@ -1,4 +1,4 @@
-"""The agent's bounded pinned memory: a ring of equal slots between the GPU and files (DESIGN section 4, Memory).
+"""The agent's bounded pinned memory: a ring of equal slots between the GPU and files (docs/staged-mode.md).
 
 Never larger than its limit, nor than what is going to be moved; made before any freeze. Holds no content for long.
 A worker of the reserve lends it pinned memory, so that it is there at once.

@@ -37,7 +37,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundPolicy:
-    """The numbers. Rates are those of the link and of device memory in FACTS.md, rounded down."""
+    """The numbers. Rates are those of the link and of device memory measured on an H200, rounded down."""
 
     max_rounds: int = 5
     # What the stop may spend on copies. Setting aside runs at 2 TB/s, the link at 45 GB/s.

@@ -1,4 +1,4 @@
-"""The staging worker: one process for each container at work, which maps its GPU memory and moves it (DESIGN section 4).
+"""The staging worker: one process for each container at work, which maps its GPU memory and moves it (docs/staged-mode.md).
 
 Requests come as JSON lines with descriptors over a socketpair (fd_lines.py) and are answered in their order, one at a time;
 `cancel` and `facts` are answered at once. Has no deadline of its own: worker_client.py cancels, and kills when that is not heard.
