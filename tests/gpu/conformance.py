@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from tests.stopping import stop
+
 PROGRAM = """
 import os, socket, subprocess, sys, time
 import cuda.bindings.driver as cuda
@@ -175,7 +177,7 @@ def answers() -> dict[str, tuple[int, int | None]]:
         found["imported memory: restore"] = after(pid, restore)
         found["imported memory: unlock"] = after(pid, unlock)
     with program("memory") as pid, ThreadPoolExecutor(1) as thread:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         late = thread.submit(state, pid)
         time.sleep(WAITED_S)
         found["state of a stopped process"] = late.result() if late.done() else (NO_ANSWER, None)

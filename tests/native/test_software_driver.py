@@ -22,6 +22,7 @@ import pytest
 
 from tests.software_gpu.build import DRIVER, build, build_sanitized
 from tests.software_gpu.devices import make_devices
+from tests.stopping import stop
 
 MIB = 1 << 20
 CHILD = Path(__file__).with_name("software_driver_child.py")
@@ -844,7 +845,7 @@ def test_imported_memory_lets_itself_be_checkpointed_and_then_the_process_is_los
 
 def test_the_state_of_a_stopped_process_is_told_when_it_goes_on(node):
     target, caller, other = node.target(), node.caller(), node.caller()
-    os.kill(target.pid, signal.SIGSTOP)
+    stop(target.pid)
     try:
         caller.send(f"result = state({target.pid})")
         other.send(f"result = state({target.pid})")
@@ -857,7 +858,7 @@ def test_the_state_of_a_stopped_process_is_told_when_it_goes_on(node):
 
 def test_a_lock_of_a_stopped_process_waits_past_its_time_out_and_comes_when_it_goes_on(node):
     target, caller = node.target(), node.caller()
-    os.kill(target.pid, signal.SIGSTOP)
+    stop(target.pid)
     try:
         caller.send(f"result = code(d.cuCheckpointProcessLock({target.pid}, lock_args(50)))")
         assert not caller.is_answering(0.4)

@@ -28,6 +28,7 @@ from gpu_state.staging.worker_client import StagingWorker, remove_uncommitted
 from image_format.vram import read_fragment
 from tests.software_gpu.build import build
 from tests.software_gpu.devices import make_devices
+from tests.stopping import stop
 from vgpu_errors import (
     ContentMismatch,
     DeadlineExceeded,
@@ -743,7 +744,7 @@ def test_a_deadline_ends_a_round_and_leaves_nothing(node, image):
 def test_a_worker_that_hangs_is_killed_at_the_deadline(node, image):
     app = node.app([8 * MIB])
     worker = node.worker_of(app, packs(image))
-    os.kill(worker.process.pid, signal.SIGSTOP)
+    stop(worker.process.pid)
     with pytest.raises(DeadlineExceeded):
         worker.request("round", {}, Deadline(0.2))
     assert worker.process.wait(5) == -signal.SIGKILL

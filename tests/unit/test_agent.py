@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_state.client import AgentClient
+from tests.stopping import stop as stop_now
 from tests.unit.agent_stage import CONTAINER, ROOT, Stage, cgroup2_mount, wait_until
 from vgpu_errors import (
     AgentRefused,
@@ -148,7 +149,7 @@ def test_a_process_that_cannot_be_locked_in_time_undoes_the_others(stage):
 
     def stop(event):
         if (event["phase"], event["state"]) == ("detach", "start"):
-            victim.process.send_signal(signal.SIGSTOP)
+            stop_now(victim.pid)
             threading.Timer(3, victim.process.send_signal, [signal.SIGCONT]).start()
 
     args = {"container": CONTAINER, "cgroup": stage.cgroup, "deadline_s": 2}
@@ -166,7 +167,7 @@ def test_a_process_that_cannot_run_is_refused_at_once(stage, how):
     stage.start_agent()
     counter = stage.counter("one")
     if how == "stopped":
-        counter.process.send_signal(signal.SIGSTOP)
+        stop_now(counter.pid)
     else:
         (stage.cgroup_folder / "cgroup.freeze").write_text("1")
         wait_until(lambda: "frozen 1" in (stage.cgroup_folder / "cgroup.events").read_text(), "the frozen cgroup")
@@ -352,7 +353,7 @@ def test_a_thaw_waits_for_a_process_that_does_not_run_yet(stage):
     client = stage.connect()
     lease = stage.freeze(client)["lease"]
     client.request("release", {"lease": lease, "keep": True}, deadline_s=10)
-    counter.process.send_signal(signal.SIGSTOP)
+    stop_now(counter.pid)
     threading.Timer(0.5, counter.process.send_signal, [signal.SIGCONT]).start()
     stage.ask("thaw", container=CONTAINER, cgroup=stage.cgroup, deadline_s=15, device_map={})
     assert counter.is_counting()
