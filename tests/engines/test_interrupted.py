@@ -18,7 +18,7 @@ import pytest
 
 import vgpu_errors
 from tests.engines.gpu_container import GpuContainer, restore
-from tests.engines.prepared import LOW_LEVEL, configured, digest, inspect
+from tests.engines.prepared import LOW_LEVEL, SOFTWARE_STATE, configured, digest, inspect
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
 
@@ -41,7 +41,7 @@ STEPS = {
     "never": "trap 'exit 143' TERM\nwhile :; do sleep 0.2; done",
 }
 PATTERNS = {
-    "shim": "^/usr/bin/python3 -IS /usr/bin/vgpu-runtime .*(checkpoint|restore) ",
+    "shim": "^/usr/bin/python3 -IS /usr/bin/vgpu-runtime .*(checkpoint|restore) .*--image-path ",  # not podman's probe with --help
     "agent": "^/usr/bin/python3 -IS /usr/bin/vgpu-agent",
     "worker": "gpu_state.driver_worker",
     "runtime": f"{GATE}",
@@ -160,6 +160,11 @@ def large(node):
     node.run(["rm", "-f", ARCHIVE])
 
 
+def slowed(node, call):
+    """The software driver takes its time for the next such call: the moment to kill in must not be missed."""
+    node.write(f"{SOFTWARE_STATE}/fault-{call}", "0 2000")
+
+
 def await_journal(node):
     """The journal entry is written before the first lock."""
     journal, ends = pathlib.Path(node.root, "run/vgpu/journal"), time.monotonic() + 30
@@ -180,6 +185,7 @@ def running_agent(node):
 
 def test_the_shim_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
+    slowed(node, "checkpoint")
     with started(node, "checkpoint", "counter") as podman:
         shim = await_shim(node)
         await_journal(node)
@@ -190,6 +196,7 @@ def test_the_shim_is_killed_during_the_freeze(large):
 
 def test_the_agent_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
+    slowed(node, "checkpoint")
     agent = running_agent(node)
     with started(node, "checkpoint", "counter") as podman:
         await_journal(node)
@@ -343,6 +350,7 @@ def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(large):
     with gated(node, "restore", "after") as gate, started(node, "restore", "--import", ARCHIVE) as podman:
         gate.wait()
         agent = running_agent(node)
+        slowed(node, "restore")
         gate.open()
         await_journal(node)
         os.kill(agent, SIGKILL)
