@@ -202,7 +202,9 @@ def test_the_agent_is_killed_during_the_freeze(large):
         await_journal(node)
         os.kill(agent, SIGKILL)
         assert podman.wait(timeout=30) == 125
-        assert vgpu_errors.AgentUnreachable.remedy in podman.stdout.read()
+        said = podman.stdout.read()
+        # A dying agent's threads end one after the other: one of them may still report the end of the worker.
+        assert any(error.remedy in said for error in (vgpu_errors.AgentUnreachable, vgpu_errors.DriverWorkerLost)), said
     node.run(["vgpu", "ps"])  # the next one to ask starts an agent, which finds the journal
     runs_on(large, step)
 
