@@ -24,16 +24,21 @@ def row(key: str, what: str, unit: str, raw: list[float], **baseline: Any) -> di
         message = f"row {key} has no raw values"
         raise ValueError(message)
     value = statistics.median(raw)
-    made = {"key": key, "what": what, "value": round(value, 6), "unit": unit, "raw": raw}
+    made = {"key": key, "what": what, "value": significant(value), "unit": unit, "raw": raw}
     if "baseline_raw" in baseline:
         base = statistics.median(baseline["baseline_raw"])
         made |= {
             "baseline_what": baseline["baseline_what"],
-            "baseline": round(base, 6),
+            "baseline": significant(base),
             "baseline_raw": baseline["baseline_raw"],
             "ratio": round(value / base, 4),
         }
     return made
+
+
+def significant(value: float) -> float:
+    """Six digits, however small the figure."""
+    return float(f"{value:.6g}")
 
 
 def write(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import shutil
 import socket
@@ -28,6 +27,7 @@ from gpu_state.driver_location import driver_folder
 from gpu_state.nvml import Nvml
 from gpu_state.staging.fd_lines import FDS_A_LINE, FdLines
 from gpu_state.staging.worker_client import StagingWorker
+from image_format.file_names import FRAGMENT_NAME, INDEX_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,26 +38,12 @@ NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 HUGE_PAGE = 2 << 20
 LIMIT_S = 300.0
 
-# Where the package is missing the worker still needs one constant: the id of 4 MiB of zeros. Nothing else is hashed on the CPU.
-ZERO_4_MIB = "04e52cd2da6a0e1f338b0078369130d96585c1de65057da5dd1283b12fb853e1"
-STAND_IN = """
-class blake3:
-    def __init__(self, data=b""):
-        if len(data) != 4 << 20 or any(data[:4096]):
-            raise NotImplementedError("the blake3 package is missing")
-    def digest(self):
-        return bytes.fromhex("{zero}")
-"""
-
 
 def main() -> int:
     options = read_options()
-    has_blake3 = importlib.util.find_spec("blake3") is not None
     with contextlib.ExitStack() as stack:
-        if not has_blake3:
-            put_stand_in(stack)
         folder = software_gpu(stack, options.gib) if options.software_gpu else driver_folder()
-        bench = Bench(options, folder, stack, has_blake3=has_blake3)
+        bench = Bench(options, folder, stack)
         for part in options.only.split(","):
             getattr(bench, part)()
     for entry in bench.rows:
@@ -87,13 +73,10 @@ def read_options() -> argparse.Namespace:
 
 
 class Bench:
-    def __init__(
-        self, options: argparse.Namespace, folder: str | None, stack: contextlib.ExitStack, *, has_blake3: bool
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, folder: str | None, stack: contextlib.ExitStack) -> None:
         self.options = options
         self.folder = folder
         self.stack = stack
-        self.has_blake3 = has_blake3
         self.rows: list[dict[str, Any]] = []
         self.label = f"{options.gib:g}gib"
         nvml = Nvml.load()
@@ -175,15 +158,14 @@ class Bench:
             seconds = self.dump(worker, first)
             what = f"{app.size / 1e9:.1f} GB to packs in {parent}, stop, drain and sync included"
             self.add(f"rate_packs_{where}_{label}", what, "GB/s", [rate(app.size, seconds)])
-            if self.has_blake3:
-                write_index(first)
-                worker.prepare(packs_in(second, first), [], 0, Deadline(LIMIT_S))
-                again = self.dump(worker, second)
-                key = "unchanged_second_dump" if where == "shm" else f"unchanged_second_dump_{where}"
-                what = f"data phase of a second checkpoint of the unchanged process, packs in {parent}, {label}"
-                self.rows.append(
-                    row(key, what, "s", [round(again, 4)], baseline_what="the first", baseline_raw=[round(seconds, 4)])
-                )
+            write_index(first)
+            worker.prepare(packs_in(second, first), [], 0, Deadline(LIMIT_S))
+            again = self.dump(worker, second)
+            key = "unchanged_second_dump" if where == "shm" else f"unchanged_second_dump_{where}"
+            what = f"data phase of a second checkpoint of the unchanged process, packs in {parent}, {label}"
+            self.rows.append(
+                row(key, what, "s", [round(again, 4)], baseline_what="the first", baseline_raw=[round(seconds, 4)])
+            )
             self.bring_in(app, worker, packs_in(first), f"rate_in_packs_{where}_{label}", f"packs in {parent}")
 
     def dump(self, worker: StagingWorker, directory: Path) -> float:
@@ -191,8 +173,7 @@ class Bench:
         self.ask(worker, "round")
         self.ask(worker, "final", set_aside=True)
         worker.drain(Deadline(LIMIT_S))
-        path = {"path": str(directory / ".vgpu-partial-vram.bin")} if self.has_blake3 else {}
-        self.ask(worker, "fragment", **path)
+        self.ask(worker, "fragment", path=str(directory / FRAGMENT_NAME))
         return since(began)
 
     # ---- in --------------------------------------------------------------------------------------
@@ -323,7 +304,7 @@ def packs_in(directory: Path, *parents: Path) -> dict[str, Any]:
 
 def write_index(directory: Path) -> None:
     """The index that a seal would make of the fragment, so that the directory can be a parent."""
-    shutil.copy(directory / ".vgpu-partial-vram.bin", directory / "vgpu-index.bin")
+    shutil.copy(directory / FRAGMENT_NAME, directory / INDEX_NAME)
 
 
 def rate(size: int, seconds: float) -> float:
@@ -339,13 +320,6 @@ def gpu_name() -> str | None:
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
-
-
-def put_stand_in(stack: contextlib.ExitStack) -> None:
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    (Path(folder) / "blake3.py").write_text(STAND_IN.format(zero=ZERO_4_MIB))
-    sys.path.append(folder)
-    print("the blake3 package is missing: parents are not measured")
 
 
 def software_gpu(stack: contextlib.ExitStack, gib: float) -> str:

@@ -133,7 +133,7 @@ class AgentClient:
         line = self._read_line(ends_at, verb, deadline_s)
         try:
             reply = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise AgentUnreachable(socket=self._socket_path, what="its answer is no JSON") from problem
         if not isinstance(reply, dict):
             raise AgentUnreachable(socket=self._socket_path, what="its answer is no JSON object")

@@ -10,7 +10,7 @@ What a crash of the agent leaves behind after each step, and who cleans up:
 3. detach: the container's control socket is gone. The next agent makes it anew.
 4. lock: some processes block in their next CUDA call. The next agent unlocks them by the journal.
 5. checkpoint: some processes have their device memory in host memory. The next agent restores, then unlocks them.
-6. verify: as 5.
+6. verify, staged settle: as 5.
 The driver worker dies with the agent; a driver call that it had begun is finished or dropped by the driver, and the next
 agent waits for it (thaw.py, unanswered).
 """
@@ -131,6 +131,8 @@ class Freeze:
                 raise_first(for_each(lease.processes, lambda p: self._ask(self._driver.checkpoint, p[0].pid, deadline)))
             with phases("verify"):
                 self._verify(found, deadline)
+            if self._staged is not None:
+                self._staged.settle(phases)
             undo.keep()
         modes = self._staged.modes() if self._staged is not None else {}
         return Frozen(lease, with_modes(with_state(found, ProcessState.CHECKPOINTED), modes))

@@ -36,7 +36,7 @@ class ImportMarks:
         """The marked processes of a container."""
         try:
             return {ProcessIdentity(pid, start) for pid, start in json.loads(self._path(container).read_text())}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return set()
 
     def sweep(self) -> None:

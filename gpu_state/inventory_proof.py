@@ -1,10 +1,11 @@
-"""Proves, before a process lets its GPU memory go, that every allocated byte is accounted for.
+"""Proves that every allocated byte of a process at rest is accounted for.
 
 Pure: numbers in, a proof or InventoryMismatch out. Two things are compared on each device:
-  allocated = moved + zero + deduplicated              exactly: what the preload lists and what the data plane took
   used by the process = allocated + driver-held + own  within a tolerance: the driver's figure, by another way
+  allocated = moved + zero + deduplicated              exactly: what the preload lists and what the data plane took
+The first is held before the process lets its memory go, because what nobody listed nobody holds; the second when all is taken.
 `own` is what the driver takes for itself (contexts, kernels, local memory), which no call tells exactly; so it is bounded,
-not known. Less than nothing, or more than the bound, is memory that nobody listed. Called by staged_freeze.py before RELEASE.
+not known. Less than nothing, or more than the bound, is memory that nobody listed. Called by staged_freeze.py.
 """
 
 from __future__ import annotations
@@ -94,16 +95,17 @@ class Proof:
 
 
 def prove(inventory: DeviceInventory, tally: Tally, tolerance: Tolerance) -> Proof:
-    """The proof for one device, or InventoryMismatch."""
+    """The whole proof for one device, or InventoryMismatch."""
     accounted = tally.moved_bytes + tally.zero_bytes + tally.dedup_bytes
     if not inventory.allocated_bytes == tally.total_bytes == accounted:
         what = f"{inventory.allocated_bytes} bytes are allocated, {tally.total_bytes} were taken, {accounted} accounted for"
         raise InventoryMismatch(device=inventory.uuid, what=what)
-    own = _own_bytes(inventory, tolerance)
+    own = own_bytes(inventory, tolerance)
     return Proof(inventory.uuid, tally, inventory.driver_held_bytes, inventory.used_bytes, own, tolerance)
 
 
-def _own_bytes(inventory: DeviceInventory, tolerance: Tolerance) -> int | None:
+def own_bytes(inventory: DeviceInventory, tolerance: Tolerance) -> int | None:
+    """What the driver's figure leaves for the driver itself, or InventoryMismatch; None where there is no figure."""
     if inventory.used_bytes is None:
         return None
     listed = inventory.allocated_bytes + inventory.driver_held_bytes

@@ -35,7 +35,7 @@ class KnownContainer:
             engine=str(doc.get("engine", "unknown")),
             pid=int(doc["pid"]),
             cgroup=str(doc["cgroup"]),
-            created=doc.get("created"),
+            created=created if isinstance(created := doc.get("created"), int) else None,
             preload_build_id=doc.get("preload_build_id"),
             last_checkpoint=checkpoint if isinstance(checkpoint, dict) else None,
         )
@@ -47,6 +47,6 @@ def known_containers(state_dir: Path = STATE_DIR) -> list[KnownContainer]:
     for path in sorted(state_dir.glob("*.json")):
         try:
             found.append(KnownContainer.from_json(json.loads(path.read_text())))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
     return sorted(found, key=lambda container: (container.created or 0, container.id))

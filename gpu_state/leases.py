@@ -107,7 +107,7 @@ class Journal:
         for path in sorted(self._folder.glob("*.json")):
             try:
                 yield Lease.from_json(json.loads(path.read_text()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
 
     def of(self, container: str) -> Lease | None:

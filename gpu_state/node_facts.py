@@ -105,7 +105,7 @@ class NodeFacts:
             machine=_string(facts, "machine", "facts"),
             cpu_flags=tuple(str(flag) for flag in flags),
             preload={libc: _text_or_none(preload, libc) for libc in preload},
-            preload_builds=tuple(str(build) for build in facts.get("preload_builds") or ()),
+            preload_builds=tuple(str(build) for build in _list({"preload_builds": [], **facts}, "preload_builds")),
             engine_seen=_text_or_none(facts, "engine_seen"),
         )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # The preload ends its own wait a little before ours, so that its answer, not our deadline, says what happened.
 _REST_MARGIN_S = 0.5
+_MOST_MS = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +110,5 @@ def close_all(fds: Mapping[int, int] | Mapping[str, int]) -> None:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    # The peer is a container: its number may be of any length, or none at all.
+    return float(value) if isinstance(value, int | float) and abs(value) < _MOST_MS else 0.0

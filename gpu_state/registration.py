@@ -169,7 +169,7 @@ class Registration:
     def _cgroup_of(self, name: str) -> str | None:
         try:
             doc = json.loads((self._state_dir / f"{name}.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         cgroup = doc.get("cgroup") if isinstance(doc, dict) else None
         return cgroup if isinstance(cgroup, str) and cgroup.strip("/") else None

@@ -6,7 +6,6 @@ Pure. Refuses with AgentRefused, naming the verb and the argument. Used by serve
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from vgpu_errors import AgentRefused
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_DEADLINE_S = 86400.0
+MAX_FOLDERS = 16
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -67,6 +67,15 @@ class Args:
             return value
         raise self._refused(f"'{key}' must be a string")
 
+    def folders(self, key: str) -> tuple[str, ...]:
+        """A list of absolute paths; empty where it is not given."""
+        value = self._doc.get(key) or []
+        if not isinstance(value, list) or len(value) > MAX_FOLDERS:
+            raise self._refused(f"'{key}' must be a list of at most {MAX_FOLDERS} folders")
+        if all(isinstance(path, str) and path.startswith("/") and "\0" not in path for path in value):
+            return tuple(value)
+        raise self._refused(f"'{key}' must hold absolute paths")
+
     def flag(self, key: str) -> bool:
         """True or false."""
         value = self._doc.get(key)
@@ -86,7 +95,7 @@ class Args:
         """Seconds that the client gives."""
         value = self._doc.get("deadline_s", default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0 < value <= MAX_DEADLINE_S:
+        if not is_number or not 0 < value <= MAX_DEADLINE_S:  # NaN fails here too, and a whole number may be of any length
             raise self._refused("'deadline_s' must be a number of seconds")
         return float(value)
 

@@ -150,7 +150,9 @@ class Service:
             self._refuse_if_leased(order.container, "freeze")
             leaves_running = args.flag_or("leave_running", default=False)
             if image_path is not None:
-                staged = self._staged.freeze_to(order.container, image_path, leaves_running=leaves_running)
+                staged = self._staged.freeze_to(
+                    order.container, image_path, leaves_running=leaves_running, parents=args.folders("parents")
+                )
             else:
                 staged = self._staged.freeze_marked_only(order.container)
             frozen = self._freeze(order, staged, request, caller, phases)

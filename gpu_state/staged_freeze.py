@@ -8,24 +8,27 @@ with the reason stated; one that neither can take is refused before anything is 
    keep       the keeper (fd_keeper.py) holds all fds       the same
    journal    objects and store are written down            the next agent opens gates that are open already
    rest       gates closed, contexts synchronised           the next agent opens the gates
-   prove      inventory against the driver's own figure     the same
-   final      what changed since the last round is taken    the same
+   prove      what is listed, by the driver's own figure    the same
+   final      begins to take what changed since             the same
    release    unmapped and given away; addresses reserved   the next agent maps from the keeper's fds, opens
-Then the driver's lock and checkpoint follow (freeze.py). In a suspend the copies that `final` has begun go on meanwhile, from
-the agent's own mappings: nothing changes behind a closed gate, and the objects live on when the application lets go. A gate is never left to itself: the undo of `rest` is pushed before it
-is asked for, and the journal names every process whose gate may be closed.
+3. settle     `final` has ended; all that is listed was taken  the same
+Between 2 and 3 come the driver's lock and checkpoint (freeze.py), the longest part of the stop, and `final` works beside them
+on the agent's own mappings: nothing changes behind a closed gate, and objects live on when the application lets go of them.
+In a suspend the copies that `final` has begun go on until `drain`. A gate is never left to itself: the undo of `rest` is pushed
+before it is asked for, and the journal names every process whose gate may be closed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gpu_state import blockers
-from gpu_state.inventory_proof import DeviceInventory, Proof, Tally, Tolerance, prove
+from gpu_state.inventory_proof import DeviceInventory, Proof, Tally, Tolerance, own_bytes, prove
 from gpu_state.preload_link import close_all
 from gpu_state.staged_lease import StagedPart, StagedProcess
 from gpu_state.staged_thaw import Memory, StagedThaw
@@ -34,6 +37,7 @@ from vgpu_errors import GpuObjectBlocks, PreloadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from gpu_state.deadline import Deadline
     from gpu_state.fd_keeper import Keeper
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0
 MAX_ROUNDS = 10
+ALL_DEVICES = "all devices"
 _LOOK_S = 0.02
 log = logging.getLogger("vgpu-agent")
 
@@ -115,6 +120,8 @@ class StagedFreeze:
         self._keeper = tools.keeper(container)
         self._known: dict[ProcessIdentity, StagedProcess] = {}
         self._holdings: dict[ProcessIdentity, Holdings] = {}
+        self._used: list[int] = []
+        self._final: Future[Mapping[str, Tally]] | None = None
         self.memory = Memory(self._keeper)
         self.figures = StagedFigures()
         self.part: StagedPart | None = None
@@ -246,6 +253,7 @@ class StagedFreeze:
         self._forget_ended({process.identity for process in found}, deadline)
         if not known:
             return lease
+        undo.push(self._await_final)
         undo.push(self._bring_back)
         # Before the gates close: the keeper costs a process start, and most of what it holds is known by now.
         self._keeper.start([process.pid for process in known])
@@ -255,14 +263,33 @@ class StagedFreeze:
             self._each(lambda link: link.rest(deadline))
             self._last_look(known, deadline)
             lease = self._note(lease)
-        with phases("final copy"):
-            # Nothing runs again before a suspend's drain, so its copies need not be waited for.
-            tallies = self._worker().final(deadline, set_aside=self._set_aside, settles=not self._is_suspend)
-        with phases("prove"):
-            self._prove(tallies, deadline)
+            self._used = self._used_bytes(deadline)
+        self._prove_listed()
+        self._begin_final(deadline)
         with phases("release"):
             self._each(lambda link: link.release(deadline))
         return lease
+
+    def _begin_final(self, deadline: Deadline) -> None:
+        worker = self._worker()
+        executor = ThreadPoolExecutor(1, "vgpu-final")
+        # Nothing runs again before a suspend's drain, so its copies need not be waited for.
+        self._final = executor.submit(worker.final, deadline, set_aside=self._set_aside, settles=not self._is_suspend)
+        executor.shutdown(wait=False)
+
+    def _await_final(self) -> None:
+        """In the undo: the worker answers one request at a time, and this one is over at the stop's own deadline."""
+        if self._final is not None:
+            wait([self._final])
+
+    def settle(self, phases: Phases) -> None:
+        """Everything has been taken, and it is everything. Before this returns nobody may let the processes go on."""
+        if self._final is None:
+            return
+        with phases("final copy"):
+            tallies = self._final.result()
+        with phases("prove"):
+            self._prove_taken(tallies)
 
     def _last_look(self, known: list[FoundProcess], deadline: Deadline) -> None:
         """At rest the inventory is final: objects made since the last round are taken as well."""
@@ -288,32 +315,37 @@ class StagedFreeze:
             what = f"no descriptor came for object {min(missing)}"
             raise PreloadFailed(pid=process.pid, request=f"EXPORT of process {process.pid}", what=what)
 
-    def _prove(self, tallies: Mapping[str, Tally], deadline: Deadline) -> None:
-        """What was taken, what is listed and what the driver counts agree.
+    def _claims(self) -> list[DeviceInventory]:
+        """What the preloads list, against what the driver counts at rest.
 
-        Preloads do not say on which device small memory lies. So with several devices each is proved by what was taken
+        Preloads do not say on which device small memory lies. So with several devices each is claimed by what is to be taken
         from it, and all of them together by what the driver counts.
         """
         sizes: dict[str, int] = {}
         for holdings in self._holdings.values():
             for held in holdings.objects:
                 sizes[held.uuid] = sizes.get(held.uuid, 0) + held.size
-        used = self._used_bytes(deadline)
-        witness, contexts = (sum(used), len(used)) if used else (None, len(self._holdings))
+        witness, contexts = (sum(self._used), len(self._used)) if self._used else (None, len(self._holdings))
         held_bytes = sum(holdings.driver_bytes for holdings in self._holdings.values())
         if witness is not None and self._tools.marks.of(self._container) & set(self._holdings):
             # Whether the driver counts memory for a process that another process made is not known: it may count less.
             witness = max(witness, sum(sizes.values()) + held_bytes)
-        parts = [(uuid, size, tallies[uuid]) for uuid, size in sorted(sizes.items())]
-        if len(parts) > 1:
-            self.figures.proofs += [
-                prove(DeviceInventory(uuid, size, 0, contexts, None), tally, self._tools.tolerance)
-                for uuid, size, tally in parts
-            ]
-            parts = [("all devices", sum(sizes.values()), Tally.sum(tally for _, _, tally in parts))]
-        for uuid, size, tally in parts:
-            inventory = DeviceInventory(uuid, size, held_bytes, contexts, witness)
-            self.figures.proofs.append(prove(inventory, tally, self._tools.tolerance))
+        if len(sizes) == 1:
+            (uuid, size), *_ = sizes.items()
+            return [DeviceInventory(uuid, size, held_bytes, contexts, witness)]
+        each = [DeviceInventory(uuid, size, 0, contexts, None) for uuid, size in sorted(sizes.items())]
+        return [*each, DeviceInventory(ALL_DEVICES, sum(sizes.values()), held_bytes, contexts, witness)] if each else []
+
+    def _prove_listed(self) -> None:
+        """Nothing is let go that nobody has listed."""
+        for claim in self._claims():
+            own_bytes(claim, self._tools.tolerance)
+
+    def _prove_taken(self, tallies: Mapping[str, Tally]) -> None:
+        """Every byte that is listed was taken."""
+        for claim in self._claims():
+            tally = Tally.sum(tallies.values()) if claim.uuid == ALL_DEVICES else tallies[claim.uuid]
+            self.figures.proofs.append(prove(claim, tally, self._tools.tolerance))
 
     def _used_bytes(self, deadline: Deadline) -> list[int]:
         """NVML's figures for the staged processes, one for each process and device."""

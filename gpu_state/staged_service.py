@@ -26,7 +26,7 @@ from gpu_state.staged_thaw import Memory, StagedThaw
 from vgpu_errors import AgentRefused, VgpuError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpu_state.deadline import Deadline
     from gpu_state.inventory import FoundProcess
@@ -71,9 +71,11 @@ class StagedService:
 
     # ---- freeze, drain, end --------------------------------------------------------------------------------
 
-    def freeze_to(self, container: str, image_path: str, *, leaves_running: bool) -> StagedFreeze:
-        """The staged side of a checkpoint into `image_path`."""
-        return self._freeze(container, image_path, set_aside=leaves_running)
+    def freeze_to(
+        self, container: str, image_path: str, *, leaves_running: bool, parents: Sequence[str] = ()
+    ) -> StagedFreeze:
+        """The staged side of a checkpoint into `image_path`, without what lies in the packs of `parents`."""
+        return self._freeze(container, image_path, set_aside=leaves_running, parents=parents)
 
     def freeze_marked_only(self, container: str) -> StagedFreeze:
         """For a client that names no image path: nothing is staged, and what must not go to the driver is refused."""
@@ -92,13 +94,14 @@ class StagedService:
         kind: str = "packs",
         set_aside: bool = False,
         is_suspend: bool = False,
+        parents: Sequence[str] = (),
     ) -> StagedFreeze:
         is_staged = wants_preload(self._run_dir / "containers" / container / "mode")
         tools = StagedTools(
             preloads=self._registration,
             marks=self._marks,
             keeper=self._keeper,
-            open_store=lambda: self._staging.open(str(store), kind=kind),
+            open_store=lambda: self._staging.open(str(store), kind=kind, parents=parents),
             wants_preload=is_staged if store is not None else lambda _pid: False,
             tolerance=self._tolerance,
         )

@@ -221,5 +221,5 @@ def _has_name(worker: StagingWorker) -> bool:
 def _noted(folder: Path) -> Iterator[Path]:
     """The pools of suspended containers."""
     for note in folder.glob(f"*/{POOL_NOTE}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             yield Path(json.loads(note.read_text())["pool"])

@@ -95,6 +95,9 @@ class Staging(Protocol):
 class StagingFactory(Protocol):
     """Starts staging workers."""
 
-    def open(self, store: str, *, kind: str) -> Staging:
-        """A worker for the store in this folder; `kind` "packs" or "memory" makes a new one, "" reads what is there."""
+    def open(self, store: str, *, kind: str, parents: Sequence[str] = ()) -> Staging:
+        """A worker for the store in this folder; `kind` "packs" or "memory" makes a new one, "" reads what is there.
+
+        `parents` are folders of verified checkpoints: new packs leave out what lies in the packs there.
+        """
         ...

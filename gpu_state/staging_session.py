@@ -47,9 +47,9 @@ class StagingWorkers:
         self._driver_dir = driver_dir
         self._reserve = reserve
 
-    def open(self, store: str, *, kind: str) -> StagingSession:
+    def open(self, store: str, *, kind: str, parents: Sequence[str] = ()) -> StagingSession:
         """A worker for the store in this folder; `kind` "packs" or "memory" makes a new one, "" reads what is there."""
-        return StagingSession(Path(store), kind, self)
+        return StagingSession(Path(store), kind, self, parents)
 
     def start(self) -> StagingWorker:
         """One at work."""
@@ -75,8 +75,9 @@ class StagingWorkers:
 class StagingSession:
     """One worker and its store."""
 
-    def __init__(self, folder: Path, kind: str, workers: StagingWorkers) -> None:
+    def __init__(self, folder: Path, kind: str, workers: StagingWorkers, parents: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._parents = tuple(parents)
         self._kind = kind
         self._workers = workers
         self._started: StagingWorker | None = None
@@ -219,7 +220,7 @@ class StagingSession:
             headroom = size // SPARE_SHARE + SPARE_BYTES
             store: dict[str, Any] = {"kind": "memory", "name": name, "headroom": headroom}
         else:
-            store = {"kind": "packs", "directory": str(self._folder)}
+            store = {"kind": "packs", "directory": str(self._folder), "parents": self._parents}
         uuids = sorted({held.uuid for held in objects.values()})
         self._worker().prepare(store, uuids, size, deadline)
         self._is_prepared = True
@@ -260,7 +261,7 @@ def _teller(tell: Tell) -> Callable[[dict[str, Any]], None]:
 def _pool_of(folder: Path) -> str | None:
     try:
         pool = json.loads((folder / POOL_NOTE).read_text())["pool"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return pool if isinstance(pool, str) else None
 

@@ -18,8 +18,8 @@
 #define IDLE_CHECK_MS 1000
 #define FIRST_PAUSE_MS 100
 #define LONGEST_PAUSE_MS 2000
-#define DETACHED_PAUSE_MS 50
-#define DETACHED_POLLS 1200 /* counted, not timed: the clock jumps when a checkpoint is restored */
+#define DETACHED_PAUSE_MS 5 /* an application that goes on waits for this connection */
+#define DETACHED_POLLS 12000 /* counted, not timed: the clock jumps when a checkpoint is restored */
 
 enum visit_end {
     VISIT_FAILED,   /* nobody there, refused, or the connection broke before WELCOME */

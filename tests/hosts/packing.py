@@ -93,6 +93,13 @@ LEFT_OUT = (
     "usr/bin/openssl",
     "usr/bin/crit*",
     "usr/sbin/aa-*",
+    "usr/sbin/fs-idmap",
+    "usr/sbin/pidfd-kill",
+    "usr/sbin/recvtty",
+    "usr/sbin/remap-rootfs",
+    "usr/sbin/sd-helper",
+    "usr/sbin/seccompagent",
+    "usr/lib/cni",
     "usr/sbin/apparmor*",
     "etc/apparmor*",
     "usr/games",
@@ -100,7 +107,7 @@ LEFT_OUT = (
 )
 # Most of a root is machine code: the branch converter and a wide window are worth a sixth of it.
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}]
-CONTAINERD = ("usr/bin/containerd*", "usr/bin/ctr")
+CONTAINERD = ("usr/bin/containerd*", "usr/bin/ctr", "usr/lib/containerd")
 REGISTRY = ("usr/bin/docker-registry", "usr/bin/skopeo")
 
 
