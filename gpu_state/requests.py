@@ -95,7 +95,9 @@ class Args:
         """Seconds that the client gives."""
         value = self._doc.get("deadline_s", default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= MAX_DEADLINE_S:  # NaN fails here too, and a whole number may be of any length
+        if (
+            not is_number or not 0 < value <= MAX_DEADLINE_S
+        ):  # NaN fails here too, and a whole number may be of any length
             raise self._refused("'deadline_s' must be a number of seconds")
         return float(value)
 

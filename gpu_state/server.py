@@ -16,10 +16,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from gpu_state.lease_table import Caller
 from gpu_state.phases import Phases
 from gpu_state.processes import ProcessIdentity, identity_of
 from gpu_state.requests import Request
-from gpu_state.service import Caller
 from vgpu_errors import AgentRefused, VgpuError
 
 if TYPE_CHECKING:
