@@ -1,7 +1,6 @@
 """The staged side of a freeze: the agent takes the large memory itself, so that the driver only sees control state.
 
-Chosen per process: one with a connected preload of protocol 2 and without blockers is staged, every other is left to the driver
-with the reason stated; one that neither can take is refused before anything is stopped. Called by freeze.py, in this order:
+staged_choice.py says which processes are staged, and refuses those that nobody can take. Called by freeze.py, in this order:
 
 1. begin      inventory, export, rounds of copying          the application runs; a crash leaves packs without a seal
 2. stop:
@@ -20,24 +19,22 @@ before it is asked for, and the journal names every process whose gate may be cl
 
 from __future__ import annotations
 
-import logging
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from gpu_state import blockers
 from gpu_state.inventory_proof import DeviceInventory, Proof, Tally, Tolerance, own_bytes, prove
 from gpu_state.preload_link import close_all
+from gpu_state.staged_choice import StagedChoice
 from gpu_state.staged_lease import StagedPart, StagedProcess
 from gpu_state.staged_thaw import Memory, StagedThaw
 from gpu_state.thaw import for_each, raise_first
-from vgpu_errors import GpuObjectBlocks, PreloadFailed
+from vgpu_errors import PreloadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
+    from pathlib import Path
 
     from gpu_state.deadline import Deadline
     from gpu_state.fd_keeper import Keeper
@@ -49,26 +46,11 @@ if TYPE_CHECKING:
     from gpu_state.preload_objects import Holdings
     from gpu_state.processes import ProcessIdentity
     from gpu_state.remote_driver import CheckpointDriver
-    from gpu_state.staging_seam import Round, Staging
+    from gpu_state.staging_seam import Preloads, Round, Staging
     from gpu_state.undo import Undo
 
-CONNECT_S = 5.0
 MAX_ROUNDS = 10
 ALL_DEVICES = "all devices"
-_LOOK_S = 0.02
-log = logging.getLogger("vgpu-agent")
-
-
-class Preloads(Protocol):
-    """The preload libraries of containers, as registration.py has them."""
-
-    def links(self, container: str) -> dict[int, PreloadLink]:
-        """Host pid -> the staged preload of that process."""
-        ...
-
-    def resume(self, container: str) -> None:
-        """Listen again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +99,9 @@ class StagedFreeze:
         self._copies_while_running = copies_while_running
         self._set_aside = set_aside
         self._staging: Staging | None = None
+        self._choice = StagedChoice(
+            container, tools.preloads, tools.marks, tools.wants_preload, has_store=store is not None
+        )
         self._keeper = tools.keeper(container)
         self._known: dict[ProcessIdentity, StagedProcess] = {}
         self._holdings: dict[ProcessIdentity, Holdings] = {}
@@ -131,11 +116,11 @@ class StagedFreeze:
 
     def begin(self, found: list[FoundProcess], deadline: Deadline, phases: Phases) -> None:
         """Choose, take descriptors of all objects, and copy in rounds."""
-        if not self._may_be_staged(found):
+        if not self._choice.may_be_staged(found):
             self._choose(found, deadline)
             return
         with phases("inventory"):
-            self._await_preloads(found, deadline)
+            self._choice.await_preloads(found, deadline)
             chosen = self._choose(found, deadline)
         if not chosen:
             return
@@ -144,61 +129,10 @@ class StagedFreeze:
         if self._copies_while_running:
             self._rounds(found, deadline, phases)
 
-    def _may_be_staged(self, found: list[FoundProcess]) -> bool:
-        links = self._tools.preloads.links(self._container)
-        return self.store is not None and any(
-            process.pid in links or self._tools.wants_preload(process.pid) for process in found
-        )
-
-    def _await_preloads(self, found: list[FoundProcess], deadline: Deadline) -> None:
-        """An agent that was just started is found by the helper threads within two seconds."""
-        soon = deadline.within(CONNECT_S)
-        while soon.remaining() > 0:
-            links = self._tools.preloads.links(self._container)
-            if all(process.pid in links or not self._tools.wants_preload(process.pid) for process in found):
-                return
-            deadline.check("waiting for the preload library to connect")
-            time.sleep(_LOOK_S)
-
     def _choose(self, found: list[FoundProcess], deadline: Deadline) -> list[tuple[FoundProcess, Holdings]]:
-        links = self._tools.preloads.links(self._container)
-        marked = self._tools.marks.of(self._container)
-        chosen, seen = [], set()
-        for process in found:
-            link = links.get(process.pid)
-            reason, holdings = self._why_not(process, link, deadline)
-            if reason is None and link is not None and link.ns_pid in seen:
-                reason = f"another process has the same pid {link.ns_pid} in a namespace of its own"
-            if reason is None and link is not None and holdings is not None:
-                seen.add(link.ns_pid)
-                chosen.append((process, holdings))
-                continue
-            if process.identity in marked:
-                raise self._blocks(process, f"it maps memory that the agent gave it, and {reason}")
-            self.figures.reasons[process.pid] = reason or ""
-            log.info("process %s of %s is left to the driver: %s", process.pid, self._container, reason)
+        chosen = self._choice.choose(found, deadline)
+        self.figures.reasons = dict(self._choice.reasons)
         return chosen
-
-    def _why_not(
-        self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline
-    ) -> tuple[str | None, Holdings | None]:
-        """Why the process is left to the driver; raises where nobody can take it."""
-        if self.store is None:
-            return "the client names no place for its memory", None
-        if link is None:
-            wanted = self._tools.wants_preload(process.pid)
-            return "its preload library does not answer" if wanted else "it has no preload library in staged mode", None
-        if link.phase != "open":
-            raise self._blocks(process, f"its gate is not open ({link.phase}); somebody else is at work on it")
-        holdings = link.holdings(deadline)
-        if grave := blockers.grave(holdings.blockers):
-            raise self._blocks(process, "; ".join(map(blockers.sentence, grave)))
-        if left := blockers.for_driver(holdings.blockers):
-            return "; ".join(map(blockers.sentence, left)), None
-        return None, holdings
-
-    def _blocks(self, process: FoundProcess, what: str) -> GpuObjectBlocks:
-        return GpuObjectBlocks(pid=process.pid, comm=process.shown.comm, container=self._container, what=what)
 
     def _take(self, chosen: list[tuple[FoundProcess, Holdings]], deadline: Deadline) -> None:
         """Descriptors of objects that are new; those that the application has freed are let go."""
@@ -297,8 +231,7 @@ class StagedFreeze:
             process.identity: self._link(process.identity, process.shown.comm).holdings(deadline) for process in known
         }
         for process in known:
-            if grave := blockers.grave(self._holdings[process.identity].blockers):
-                raise self._blocks(process, "; ".join(map(blockers.sentence, grave)))
+            self._choice.refuse_grave(process, self._holdings[process.identity].blockers)
         before = set(self.memory.fds)
         self._take([(process, self._holdings[process.identity]) for process in known], deadline)
         for process in known:
@@ -440,21 +373,3 @@ class StagedFreeze:
     def discard(self) -> None:
         """The undo of `begin`: nothing of this freeze is left."""
         self.close(keeps_store=False)
-
-
-def maps_preload(pid: int) -> bool:
-    """The process has our library mapped, whether it has connected or not."""
-    try:
-        with Path(f"/proc/{pid}/maps").open(errors="replace") as lines:
-            return any(line.rstrip("\n").endswith("/libvgpu.so") for line in lines)
-    except OSError:
-        return False
-
-
-def wants_preload(mode_file: Path) -> Callable[[int], bool]:
-    """Whether a process should connect in staged mode: its container is staged, and our library is in it."""
-    try:
-        is_staged = mode_file.read_text().strip() == "staged"
-    except OSError:
-        is_staged = False
-    return lambda pid: is_staged and maps_preload(pid)

@@ -20,7 +20,8 @@ from gpu_state.fd_keeper import Keeper
 from gpu_state.import_marks import ImportMarks
 from gpu_state.inventory_proof import Tolerance
 from gpu_state.phases import Phases
-from gpu_state.staged_freeze import StagedFreeze, StagedTools, wants_preload
+from gpu_state.staged_choice import wants_preload
+from gpu_state.staged_freeze import StagedFreeze, StagedTools
 from gpu_state.staged_restore import Prefill, WantedProcess, checked_record, moved, wanted_processes
 from gpu_state.staged_thaw import Memory, StagedThaw
 from vgpu_errors import AgentRefused, VgpuError

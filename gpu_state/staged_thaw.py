@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from gpu_state.import_marks import ImportMarks
     from gpu_state.processes import ProcessIdentity
     from gpu_state.remote_driver import CheckpointDriver
-    from gpu_state.staged_freeze import Preloads
     from gpu_state.staged_lease import StagedPart, StagedProcess
+    from gpu_state.staging_seam import Preloads
 
     # Names -> descriptors, made anew from the store.
     Rebuild = Callable[[StagedPart, Deadline], Mapping[str, int]]

@@ -1,4 +1,4 @@
-"""What a staged freeze, thaw or restore needs of the data plane: the seam between the order of steps and the movement of bytes.
+"""What a staged freeze, thaw or restore needs of others: the data plane that moves the bytes, and the preloads' connections.
 
 Types only. staging_session.py is the one that works on GPUs, through the staging worker (gpu_state/staging/); the unit tests
 have one over plain memory. Every call has a deadline, and a call that fails leaves the application's memory as it was.
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from gpu_state.deadline import Deadline
     from gpu_state.inventory_proof import Tally
+    from gpu_state.preload_link import PreloadLink
     from gpu_state.preload_objects import DeviceObject
 
     # phase, bytes done, bytes in all
@@ -89,6 +90,18 @@ class Staging(Protocol):
 
     def close(self, *, keeps_store: bool) -> None:
         """End the work. What was written is removed, unless the store is kept; the worker itself may end later."""
+        ...
+
+
+class Preloads(Protocol):
+    """The preload libraries of containers, as registration.py has them."""
+
+    def links(self, container: str) -> dict[int, PreloadLink]:
+        """Host pid -> the staged preload of that process."""
+        ...
+
+    def resume(self, container: str) -> None:
+        """Listen again."""
         ...
 
 
