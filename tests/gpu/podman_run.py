@@ -3,7 +3,10 @@
 The container runs this machine's own Python (bind mounts over an overlay of its root), holds `--gib` GiB of tensors and
 one captured CUDA graph, and checks its own memory at every step (programs/torch_counter.py).
 Order: plain and ours in turn, `--rounds` times; then leave-running; then a tampered archive, which must be refused.
-Writes the phases to docs/measurements (keys podman_export_phases, podman_import_phases). `make gpu-demo`, `make gpu-test`.
+`--archive` names what ours writes: everything into podman's archive, or packs into the node's store (docs/store.md), or each in
+turn. `--storage memory` puts /var/lib into memory, so that no disk stands between the two that are compared.
+Writes the phases to docs/measurements (keys podman_export_phases, podman_import_phases, podman_export_<N>gib). `make gpu-demo`,
+`make gpu-test`.
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ def main() -> int:
         return 1
     say(f"{gpus.describe()}")
     with TestHost(args.row, "gpu-node", binds=(*gpus.binds(), ("/", "/run/machine"))) as host:
-        prepare(host, args.row)
-        host.run(["sh", "-c", f"echo 'mode = {args.mode}' >>/etc/vgpu/runtime.conf"])
+        prepare(host, args.row, storage=args.storage)
+        configure(host, mode=args.mode)
         rows = compare(host, args)
-        leave_running(host, args)
-        refuse_tampered(host, args)
+        if not args.only_compare:
+            configure(host, archive="embedded")
+            leave_running(host, args)
+            refuse_tampered(host, args)
     if args.measurements and gpus.is_real():
         path = measurement.write(
             f"podman-{args.gib}gib" + ("-staged" if args.mode == "staged" else ""),
@@ -62,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--row", default="trixie")
     parser.add_argument("--mode", choices=["driver", "staged"], default="driver")
+    parser.add_argument("--archive", nargs="+", choices=["embedded", "reference"], default=["embedded"])
+    parser.add_argument("--storage", choices=["disk", "memory"], default="disk")
+    parser.add_argument("--only-compare", action="store_true", help="neither leave-running nor the tampered archive")
     parser.add_argument(
         "--rehearse", action="store_true", help="on software GPUs, with the C counter; measures nothing"
     )
@@ -69,9 +77,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(host: TestHost, row: str) -> None:
+def prepare(host: TestHost, row: str, *, storage: str = "disk") -> None:
     """vgpu-snapshot as an administrator sets it up, and a root for the container that has the machine's Python."""
     say("installing vgpu-snapshot, 'vgpu setup podman'")
+    if storage == "memory":
+        in_memory = "mount -t tmpfs -o size=110G tmpfs /mnt && cp -a /var/lib/. /mnt/ && mount --bind /mnt /var/lib"
+        host.run(["sh", "-c", in_memory])
     gpus.install(host)
     host.install_project()
     host.run(["vgpu", "setup", "podman", *gpus.setup_options(), "--low-level-runtime", LOW_LEVEL[row]], timeout=120)
@@ -101,16 +112,28 @@ def prepare(host: TestHost, row: str) -> None:
     host.image("machine")
 
 
-def start(host: TestHost, name: str, runtime: str, gib: int) -> None:
+def configure(host: TestHost, **settings: str) -> None:
+    """Settings in runtime.conf; one that is there already gets the new value."""
+    for key, value in settings.items():
+        host.run(["sed", "-i", f"/^{key} *=/d", "/etc/vgpu/runtime.conf"])
+        host.run(["sh", "-c", f"echo '{key} = {value}' >>/etc/vgpu/runtime.conf"])
+
+
+def run_container(host: TestHost, name: str, runtime: str, program: list[str]) -> None:
+    """A container with the GPU and this machine's Python."""
     mounts = [f"--volume={MACHINE}/{folder}:/{folder}:ro" for folder in SHARED]
     environment = ["-e", "HOME=/tmp", "-e", "PYTHONDONTWRITEBYTECODE=1", "-e", "PATH=/usr/bin:/bin"]
-    program = [sys.executable, "/opt/torch_counter.py", "--gib", str(gib), "--out", OUT]
-    if not gpus.is_real():
-        program = ["/opt/counter", "--mib", "32", "--interval", "50", "--out", OUT]
     host.run(
         ["podman", "run", "-d", "--runtime", runtime, "--device", DEVICE, "--name", name, *mounts, *environment,
          "localhost/vgpu-test:machine", *program], timeout=120,
     )  # fmt: skip
+
+
+def start(host: TestHost, name: str, runtime: str, gib: int) -> None:
+    program = [sys.executable, "/opt/torch_counter.py", "--gib", str(gib), "--out", OUT]
+    if not gpus.is_real():
+        program = ["/opt/counter", "--mib", "32", "--interval", "50", "--out", OUT]
+    run_container(host, name, runtime, program)
     wait_for_step(host, name, 3, timeout=120)
 
 
@@ -140,19 +163,28 @@ def wait_for_step(host: TestHost, name: str, number: int, *, timeout: float = 60
 
 def compare(host: TestHost, args: argparse.Namespace) -> list[dict]:
     """Plain and ours in turn; one row a phase."""
-    taken: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
+    taken: dict[str, list[dict[str, float]]] = {"plain": [], **{archive: [] for archive in args.archive}}
     for number in range(args.rounds):
         taken["plain"].append(plain_cycle(host, args, number))
-        taken["ours"].append(our_cycle(host, args, number))
+        for archive in args.archive:
+            configure(host, archive=archive, store="on" if archive == "reference" else "off")
+            taken[archive].append(our_cycle(host, args, f"{archive}{number}"))
+    return [row for archive in args.archive for row in rows_of(archive, taken[archive], taken["plain"], args)]
+
+
+def rows_of(archive: str, ours: list[dict], plain: list[dict], args: argparse.Namespace) -> list[dict]:
+    """Each phase of our cycles, beside the plain ones where those have it too; the totals under keys of their own."""
+    what = f"{args.gib} GiB of tensors, {args.mode} mode, {archive} archive"
     rows = []
-    for key, part in (("podman_export_phases", "export"), ("podman_import_phases", "import")):
-        for phase in sorted({phase for cycle in taken["ours"] for phase in cycle if phase.startswith(part)}):
-            raw = [cycle[phase] for cycle in taken["ours"]]
-            base = [cycle[phase] for cycle in taken["plain"] if phase in cycle]
+    for part in ("export", "import"):
+        for phase in sorted({phase for cycle in ours for phase in cycle if phase.startswith(part)}):
+            base = [cycle[phase] for cycle in plain if phase in cycle]
             more = (
                 {"baseline_what": "plain driver + CRIU + podman, same container", "baseline_raw": base} if base else {}
             )
-            rows.append(measurement.row(key, f"{phase}, {args.gib} GiB of tensors", "s", raw, **more))
+            keys = [f"podman_{part}_phases", *([f"podman_{part}_{args.gib}gib"] if phase == f"{part}: total" else [])]
+            raw = [cycle[phase] for cycle in ours if phase in cycle]
+            rows += [measurement.row(key, f"{phase}, {what}", "s", raw, **more) for key in keys]
     return rows
 
 
@@ -185,14 +217,14 @@ def plain_cycle(host: TestHost, args: argparse.Namespace, number: int) -> dict[s
     return taken
 
 
-def our_cycle(host: TestHost, args: argparse.Namespace, number: int) -> dict[str, float]:
-    name = f"ours{number}"
-    say(f"podman with --runtime vgpu-runtime, round {number + 1}")
+def our_cycle(host: TestHost, args: argparse.Namespace, name: str) -> dict[str, float]:
+    say(f"podman with --runtime vgpu-runtime: {name}")
     start(host, name, "vgpu-runtime", args.gib)
     clock = Clock()
     host.run(["podman", "container", "checkpoint", "--export", ARCHIVE, "--compress", "none", name], timeout=300)
     taken = {"export: total": clock.seconds()}
     taken |= runtime_phases(host, "checkpoint", "export", taken["export: total"])
+    print(f"    the archive has {(host.root / ARCHIVE.lstrip('/')).stat().st_size / 1e9:.3f} GB", flush=True)
     step = last_exported_step(host)
     host.run(["podman", "rm", "-f", "-t", "0", name])
     clock = Clock()

@@ -30,7 +30,7 @@ def main() -> int:
     out.write(json.dumps({"ready": True}) + "\n")
     while not args.gate.exists():
         time.sleep(0.01)
-    second = train(args, lambda step, loss: write(out, 2, step, loss))
+    second = train(args, lambda step, loss: write(out, 2, step, loss), pause_s=args.pause_s)
     out.write(json.dumps({"done": True, "ok": first == second, "steps": len(second)}) + "\n")
     return 0 if first == second else 3
 
@@ -40,12 +40,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gib", type=int, default=32)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="rest after each step of the second pass")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--gate", type=pathlib.Path, required=True)
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace, report: object) -> list[str]:
+def train(args: argparse.Namespace, report: object, pause_s: float = 0.0) -> list[str]:
     torch.manual_seed(11)
     layers = max(1, args.gib * 2**30 // (WIDTH * WIDTH * BYTES_PER_PARAMETER))
     blocks = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH, device="cuda"), torch.nn.GELU())]
@@ -60,6 +61,7 @@ def train(args: argparse.Namespace, report: object) -> list[str]:
         optimizer.step()
         losses.append(float(loss.item()).hex())
         report(step, losses[-1])
+        time.sleep(pause_s)
     del model, optimizer
     torch.cuda.empty_cache()
     return losses
