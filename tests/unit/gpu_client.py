@@ -11,36 +11,10 @@ import struct
 import sys
 import time
 
+from cuda_by_ctypes import GRANULARITY, Access, Location, Properties, call
+
 HEADER = struct.Struct("<IHHII")
 MAGIC = 0x55504756
-GRANULARITY = 2 << 20
-
-
-class Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class AllocationProperties(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class Access(ctypes.Structure):
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
-
-
-cuda = ctypes.CDLL("libcuda.so.1")
-
-
-def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    if code:
-        raise SystemExit(f"{name}: {code}")
 
 
 def begin():
@@ -53,7 +27,7 @@ def begin():
 
 def map_imported_memory():
     exported, imported, address = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
-    properties = AllocationProperties(type=1, handle_types=1, location=Location(1, 0))
+    properties = Properties(type=1, handle_types=1, location=Location(1, 0))
     size, fd = ctypes.c_size_t(GRANULARITY), ctypes.c_int()
     call("cuMemCreate", ctypes.byref(exported), size, ctypes.byref(properties), ctypes.c_uint64(0))
     call("cuMemExportToShareableHandle", ctypes.byref(fd), exported, 1, ctypes.c_uint64(0))

@@ -20,41 +20,11 @@ import threading
 import time
 from pathlib import Path
 
+from cuda_by_ctypes import Access, CallFailed, Location, Properties, call
+
 HEADER = struct.Struct("<IHHII")
 MAGIC, VERSION = 0x55504756, 2
-GRANULARITY = 2 << 20
-
-
-class Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class Properties(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class Access(ctypes.Structure):
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
-
-
-cuda = ctypes.CDLL("libcuda.so.1")
 U64 = ctypes.c_uint64
-
-
-class CallFailed(Exception):
-    pass
-
-
-def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    if code:
-        raise CallFailed(f"{name}: {code}")
 
 
 class Held:
