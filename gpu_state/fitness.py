@@ -292,7 +292,7 @@ def _too_full(homes: tuple[str, ...], wanted: int, free: int) -> Finding:
 
 def version_tuple(text: str) -> tuple[int, ...]:
     """The leading dotted numbers of a version: "6.18.44-2-amd64" -> (6, 18, 44)."""
-    match = re.match(r"\d+(?:\.\d+)*", text.strip())
+    match = re.match(r"\d{1,18}(?:\.\d{1,18})*", text.strip())
     return tuple(int(part) for part in match.group(0).split(".")) if match else ()
 
 

@@ -34,9 +34,9 @@ class ParentPack(Store):
         self.size = size
 
     @property
-    def is_worth_keeping(self) -> bool:
-        """Half of it is still in use: less, and the image would carry more dead bytes than live ones."""
-        return len(self.used) * CHUNK_BYTES * 2 >= self.size
+    def live_share(self) -> float:
+        """How much of it is still in use; the rest is dead bytes that the image carries along."""
+        return len(self.used) * CHUNK_BYTES / self.size
 
 
 def places_of(directory: Path) -> Iterator[Place]:
@@ -59,15 +59,17 @@ def places_of(directory: Path) -> Iterator[Place]:
 
 
 def adopt(source: Path, target: Path) -> None:
-    """The parent's pack under a name of ours: shared extents where the file system can, else a second link, else a copy."""
-    if _share_extents(source, target):
-        return
+    """The parent's pack under a name of ours: a second link, else shared extents where the file system can, else a copy.
+
+    The link comes first: the store knows the file by it, and need not read it again to know what it holds.
+    """
     try:
         os.link(source, target)
     except OSError as problem:
         if problem.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
             raise
-        copy_bytes(source, target, 0, 0, source.stat().st_size)
+        if not _share_extents(source, target):
+            copy_bytes(source, target, 0, 0, source.stat().st_size)
 
 
 def _share_extents(source: Path, target: Path) -> bool:

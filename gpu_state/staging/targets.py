@@ -25,13 +25,18 @@ from image_format.file_names import PARTIAL_PREFIX, pack_name
 from vgpu_errors import NotEnoughSpace, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from gpu_state.staging.cuda_calls import Check
     from gpu_state.staging.device_lane import Lane, Piece
     from gpu_state.staging.host_memory import HostMemory
     from gpu_state.staging.parents import ParentPack
     from gpu_state.staging.pinned_ring import PinnedRing
+
+# A parent's pack that is used less than that would make the image carry more dead bytes than are worth a copy; and beyond so
+# many packs an image costs a registry more requests than its content does (spec/transport.md).
+LEAST_LIVE_SHARE = 0.4
+MOST_PACKS = 512
 
 
 class Target(Protocol):
@@ -158,10 +163,9 @@ class PackTarget:
         for place in self.table.places.values():
             if place.references:
                 live[place.store].append(place)
-        parents = [store for store in live if store.is_parent]
-        for store in parents:
-            if not _pack(store).is_worth_keeping:
-                self._relocate(store, live.pop(store), live)
+        group = self._groups.new(1)  # of all that move: so they end up in as few packs as they fill
+        for store in list(_not_worth_keeping(live)):
+            self._relocate(store, live.pop(store), live, group)
         own = {store.number for store in live if not store.is_parent}
         for store in live:
             self._names[store] = pack_name(self._number(store, own))
@@ -231,8 +235,7 @@ class PackTarget:
                     raise explain(problem, path, CHUNK_BYTES) from problem
             return self._files[store]
 
-    def _relocate(self, store: Store, places: list[Place], live: defaultdict[Store, list[Place]]) -> None:
-        group = self._groups.new(1)
+    def _relocate(self, store: Store, places: list[Place], live: defaultdict[Store, list[Place]], group: int) -> None:
         for place in sorted(places, key=lambda place: place.offset):
             source, offset = _pack(store).path, place.offset
             place.store = self._groups.store_for(group)
@@ -447,6 +450,17 @@ class MemoryTarget:
 
 def _store(number: int, memory: HostMemory) -> Store:
     return Store(number, memory.size // CHUNK_BYTES)
+
+
+def _not_worth_keeping(live: Mapping[Store, Sequence[Place]]) -> Iterator[Store]:
+    """Parents' packs that are mostly dead; and while there are too many packs, those with the least in use."""
+    moved_slots = moved_packs = 0
+    for pack in sorted((_pack(store) for store in live if store.is_parent), key=lambda pack: pack.live_share):
+        packs = len(live) - moved_packs + -(-moved_slots // PACK_SLOTS)
+        if pack.live_share >= LEAST_LIVE_SHARE and packs <= MOST_PACKS:
+            return
+        yield pack
+        moved_packs, moved_slots = moved_packs + 1, moved_slots + len(pack.used)
 
 
 def _pack(store: Store) -> ParentPack:
