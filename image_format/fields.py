@@ -6,6 +6,8 @@ The `from_json` of every document uses it; nothing past them sees a dict.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Any
 
 from vgpu_errors import ImageError, LimitExceeded
@@ -32,6 +34,11 @@ class Fields:
         """The field is present and not null."""
         self._asked.add(key)
         return self._doc.get(key) is not None
+
+    def is_there(self, key: str) -> bool:
+        """The field is present, be it null."""
+        self._asked.add(key)
+        return key in self._doc
 
     def any(self, key: str) -> Any:
         """The field, which must be present."""
@@ -94,9 +101,35 @@ class Fields:
             raise ImageError(where=self.path(key), what="must be 64 lower-case hex digits")
         return value
 
+    def base64(self, key: str, *, max_bytes: int) -> bytes:
+        """Bytes in the standard alphabet with padding, in the one spelling that an encoder gives them."""
+        text = self.any(key)
+        if not isinstance(text, str) or len(text) > (max_bytes + 2) // 3 * 4:
+            raise ImageError(where=self.path(key), what=f"must be base64 of at most {max_bytes} bytes")
+        try:
+            data = base64.b64decode(text.encode("ascii"), validate=True)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise ImageError(where=self.path(key), what="is not base64") from error
+        if len(data) > max_bytes:
+            raise ImageError(where=self.path(key), what=f"must be base64 of at most {max_bytes} bytes")
+        if base64.b64encode(data).decode() != text:
+            raise ImageError(where=self.path(key), what="is not base64 in its one canonical form")
+        return data
+
+    def base64_of(self, key: str, size: int) -> bytes:
+        """The same of exactly so many bytes."""
+        data = self.base64(key, max_bytes=size)
+        if len(data) != size:
+            raise ImageError(where=self.path(key), what=f"must be base64 of {size} bytes")
+        return data
+
     def unknown(self) -> dict[str, Any]:
         """The fields nobody asked for: kept, and written back unchanged."""
         return {key: value for key, value in self._doc.items() if key not in self._asked}
+
+    def whole(self) -> dict[str, Any]:
+        """The object as it was read, to be kept and written back."""
+        return dict(self._doc)
 
     @staticmethod
     def _text(value: Any, at: str) -> str:

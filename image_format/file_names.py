@@ -19,6 +19,8 @@ RECORD_NAME = "vgpu-record.json"
 MANIFEST_NAME = "vgpu-manifest.json"
 SIGNATURE_NAME = "vgpu-signature.json"
 SEAL_NAMES = (INDEX_NAME, RECORD_NAME, MANIFEST_NAME, SIGNATURE_NAME)
+# In an archive whose packs and bulk files lie in a store (spec/archive-layout.md, section 7).
+REFERENCE_NAME = "vgpu-reference.json"
 # What the data plane hands to the seal; never part of a sealed checkpoint.
 FRAGMENT_NAME = f"{PARTIAL_PREFIX}vram.bin"
 MAX_PACKS = 100_000

@@ -1,13 +1,14 @@
 """Chunk ids of files: BLAKE3-256 of every 4 MiB, in threads, through reused buffers (spec/chunk-index.md, section 4).
 
-Of a pack only the slots in use are hashed, each as far as its chunk goes.
-Opens only plain regular files, with one link unless they are packs, relative to a directory it is given, and never
+Of a pack only the slots in use are hashed, each as far as its chunk goes; a file of pages is cut as `lengths` says.
+Opens only plain regular files, with one link where they are small, relative to a directory it is given, and never
 follows a link.
 Memory is bounded: one chunk buffer per thread, whatever the files' sizes. Sealing and verifying call it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import threading
@@ -16,47 +17,69 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-from image_format.chunk_index import CHUNK_SIZE, chunk_count_of
 from image_format.file_names import is_pack
+from image_format.index_model import CHUNK_SIZE, MAX_SMALL_FILE, chunk_count_of
 from vgpu_errors import ContentMismatch, ImageError, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 ID_BYTES = 32
 # A task long enough that opening the file does not show, short enough that threads end together.
 SPAN_CHUNKS = 16
+SPAN_CUTS = 4096
 MAX_THREADS = 16
 
 
 class FileToHash(NamedTuple):
-    """A file by its name in the directory, and the size it must have; for a pack, the slots in use and their lengths."""
+    """A file by its name in the directory, and the size it must have.
+
+    For a pack, the slots in use and their lengths; for a file of pages, the lengths of its chunks in order.
+    """
 
     name: str
     size: int
     slots: Mapping[int, int] | None = None
+    lengths: Sequence[int] | None = None
 
-    def cuts(self, chunk_size: int) -> list[Cut]:
+    def count(self, chunk_size: int) -> int:
+        """How many ids the file may have."""
+        return chunk_count_of(self.size, chunk_size) if self.lengths is None else len(self.lengths)
+
+    def cuts(self, chunk_size: int) -> Iterator[Cut]:
         """The pieces to hash."""
-        if self.slots is not None:
-            return [Cut(position, length) for position, length in sorted(self.slots.items())]
-        count = chunk_count_of(self.size, chunk_size)
-        return [Cut(n, min(chunk_size, self.size - n * chunk_size)) for n in range(count)]
+        if self.lengths is not None:
+            ends = itertools.accumulate(self.lengths)
+            yield from (
+                Cut(n, end - length, length) for n, (end, length) in enumerate(zip(ends, self.lengths, strict=True))
+            )
+        elif self.slots is not None:
+            yield from (Cut(n, n * chunk_size, length) for n, length in sorted(self.slots.items()))
+        else:
+            starts = range(0, self.size, chunk_size)
+            yield from (Cut(n, start, min(chunk_size, self.size - start)) for n, start in enumerate(starts))
 
 
 class Cut(NamedTuple):
-    """A piece of a file that has an id: it begins at that many chunk sizes."""
+    """A piece of a file that has an id: the number of the id, where the piece begins, and its length."""
 
     position: int
+    offset: int
     length: int
+
+    @property
+    def end(self) -> int:
+        """Where the next piece may begin."""
+        return self.offset + self.length
 
 
 class HashedFile(NamedTuple):
-    """A file's chunk ids, 32 bytes each, one after the other."""
+    """A file's chunk ids, 32 bytes each, one after the other; `lengths` as in `FileToHash`."""
 
     name: str
     size: int
     ids: bytearray
+    lengths: Sequence[int] | None = None
 
     def id_at(self, position: int) -> bytes:
         """One chunk's id."""
@@ -85,16 +108,21 @@ def open_plain(directory_fd: int, name: str, *, where: str) -> tuple[int, int]:
 
 
 def entry_fault(name: str, status: os.stat_result) -> str | None:
-    """Why an entry may not be part of a checkpoint, or None. Packs may be shared with other checkpoints by hard links."""
+    """Why an entry may not be part of a checkpoint, or None. Packs and bulk files may have further names in a store."""
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
     if stat.S_ISDIR(status.st_mode):
         return "is a directory"
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    if status.st_nlink != 1 and not is_pack(name):
+    if status.st_nlink != 1 and not is_pack(name) and not (status.st_size > MAX_SMALL_FILE and may_have_links(status)):
         return "has several hard links"
     return None
+
+
+def may_have_links(status: os.stat_result) -> bool:
+    """Nobody can change it through another name who could not change it here: it is ours or root's, and theirs to write."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def twin(entries: Mapping[str, os.stat_result]) -> str | None:
@@ -117,7 +145,7 @@ def hash_files(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[HashedFile]:
     """Hash the files side by side; the first fault ends it."""
-    hashed = [HashedFile(f.name, f.size, bytearray(ID_BYTES * chunk_count_of(f.size, chunk_size))) for f in files]
+    hashed = [HashedFile(f.name, f.size, bytearray(ID_BYTES * f.count(chunk_size)), f.lengths) for f in files]
     spans = _spans(files, hashed, chunk_size)
     meter = _Meter(sum(cut.length for span in spans for cut in span.cuts), on_progress)
     worker = _SpanHasher(directory_fd, where, chunk_size, meter)
@@ -141,12 +169,29 @@ class _Span(NamedTuple):
     cuts: list[Cut]
 
 
+def reads_of(cuts: Iterable[Cut], chunk_size: int) -> Iterator[list[Cut]]:
+    """Neighbours that fit into one buffer, so that short chunks do not cost a call each."""
+    together: list[Cut] = []
+    for cut in cuts:
+        if together and (cut.offset != together[-1].end or cut.end - together[0].offset > chunk_size):
+            yield together
+            together = []
+        together.append(cut)
+    if together:
+        yield together
+
+
 def _spans(files: Iterable[FileToHash], hashed: Iterable[HashedFile], chunk_size: int) -> list[_Span]:
     spans: list[_Span] = []
     for file, target in zip(files, hashed, strict=True):
-        cuts = file.cuts(chunk_size)
-        firsts = range(0, max(len(cuts), 1), SPAN_CHUNKS)  # an empty file is still opened and looked at
-        spans += (_Span(target, cuts[first : first + SPAN_CHUNKS]) for first in firsts)
+        span = _Span(target, [])
+        spans.append(span)  # an empty file is still opened and looked at
+        for cut in file.cuts(chunk_size):
+            is_full = bool(span.cuts) and cut.end - span.cuts[0].offset > SPAN_CHUNKS * chunk_size
+            if is_full or len(span.cuts) == SPAN_CUTS:
+                span = _Span(target, [])
+                spans.append(span)
+            span.cuts.append(cut)
     return spans
 
 
@@ -169,20 +214,23 @@ class _SpanHasher:
         try:
             if size != file.size:
                 raise ContentMismatch(where=f"{self._where}: {file.name}", what=f"{size} bytes, not {file.size}")
-            for cut in span.cuts:
-                os.posix_fadvise(descriptor, cut.position * self._chunk_size, cut.length, os.POSIX_FADV_WILLNEED)
-            for cut in span.cuts:
+            reads = list(reads_of(span.cuts, self._chunk_size))
+            for cuts in reads:
+                os.posix_fadvise(descriptor, cuts[0].offset, cuts[-1].end - cuts[0].offset, os.POSIX_FADV_WILLNEED)
+            for cuts in reads:
                 if self.is_stopped:
                     return
-                self._hash_chunk(descriptor, file, cut)
+                self._hash_chunks(descriptor, file, cuts)
         finally:
             os.close(descriptor)
 
-    def _hash_chunk(self, descriptor: int, file: HashedFile, cut: Cut) -> None:
-        position = cut.position
-        view = self._buffer()[: cut.length]
-        read_exactly(descriptor, view, position * self._chunk_size, where=f"{self._where}: {file.name}")
-        file.ids[position * ID_BYTES : (position + 1) * ID_BYTES] = blake3(view).digest()
+    def _hash_chunks(self, descriptor: int, file: HashedFile, cuts: Sequence[Cut]) -> None:
+        start = cuts[0].offset
+        view = self._buffer()[: cuts[-1].end - start]
+        read_exactly(descriptor, view, start, where=f"{self._where}: {file.name}")
+        for cut in cuts:
+            piece = view[cut.offset - start : cut.end - start]
+            file.ids[cut.position * ID_BYTES : (cut.position + 1) * ID_BYTES] = blake3(piece).digest()
         self._meter.add(len(view))
 
     def _buffer(self) -> memoryview:

@@ -73,7 +73,7 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
         """Parse the file's bytes."""
         fields = Fields(canonical_json.read_object(data, where=where, max_bytes=MAX_MANIFEST_BYTES), where)
-        _check_kind(fields)
+        check_kind(fields)
         layers = fields.objects("layers")
         if len(layers) != 1:
             raise ImageError(where=fields.path("layers"), what=f"has {len(layers)} entries, not 1")
@@ -98,7 +98,8 @@ class Manifest:
         return canonical_json.write(doc, where=MANIFEST_NAME)
 
 
-def _check_kind(fields: Fields) -> None:
+def check_kind(fields: Fields) -> None:
+    """Refuse what is no artifact manifest of ours."""
     if fields.integer("schemaVersion") != 2:
         raise ImageError(where=fields.path("schemaVersion"), what="must be 2")
     fields.one_of("mediaType", MANIFEST_TYPE)

@@ -24,6 +24,7 @@ MAX_RECORD_BYTES = 8 << 20
 KNOWN_MAJOR = 1
 KNOWN_FEATURES = frozenset({STAGED})
 LEVELS = ("must", "should")
+PAGES_KIND = "pages"
 
 _VERSION = re.compile(r"([1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
 _CREATED = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?Z")
@@ -321,7 +322,8 @@ class Record:
 
 def lowest_version(record: Record) -> str:
     """The lowest format version whose readers understand all of this record; later versions add a row each."""
-    needs = (("1.1", record.is_staged), ("1.0", True))
+    has_pages = any(entry.kind == PAGES_KIND for entry in record.regions_summary)
+    needs = (("1.2", has_pages), ("1.1", record.is_staged), ("1.0", True))
     return next(version for version, is_needed in needs if is_needed)
 
 

@@ -13,7 +13,7 @@ All decisions, no input or output: `verifying` and `archive` bring the bytes.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from image_format import chunk_index
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from image_format.chunk_index import Index
+    from image_format.freshness import SignedTimes
     from image_format.policy import Policy, TrustedKey
 
 MAX_SIZES = {
@@ -49,12 +50,13 @@ MAX_SIZES = {
 
 @dataclass(frozen=True)
 class Claims:
-    """What the documents say. `key` is None where nobody vouches for it."""
+    """What the documents say. `key` and `signed` are None where nobody vouches for it."""
 
     record: Record
     index: Index
     manifest_digest: str
     key: TrustedKey | None = None
+    signed: SignedTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def check(documents: Mapping[str, bytes], policy: Policy, *, where: str) -> Clai
         raise ContentMismatch(where=f"{where}: {MANIFEST_NAME}", what="sha256")
     claims = _read(documents, where, digest, key)
     _compare(statement, claims, where)
-    return claims
+    return replace(claims, signed=statement.times)
 
 
 def verify_signature(data: bytes, policy: Policy, *, where: str) -> tuple[Statement, TrustedKey]:
@@ -104,6 +106,8 @@ def read_claimed(documents: Mapping[str, bytes], *, where: str) -> Claimed:
     """Parse record and index without trust."""
     record = Record.from_bytes(_document(documents, RECORD_NAME, where), where=f"{where}: {RECORD_NAME}")
     index = chunk_index.from_bytes(_document(documents, INDEX_NAME, where), where=f"{where}: {INDEX_NAME}")
+    if index.is_packed:
+        raise ImageError(where=f"{where}: {INDEX_NAME}", what="is a packed index, which describes no directory")
     check_objects(record.processes, index, where=f"{where}: {RECORD_NAME}")
     return Claimed(record, index)
 

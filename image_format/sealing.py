@@ -7,6 +7,7 @@ Ordered steps, each by temporary name, fsync and rename; the last one is the com
   4. vgpu-signature.json                                                 -> sealed
 An error before the end removes what was written. Refuses links, sub-directories and unsafe names.
 
+CRIU's large files of memory pages are cut along the addresses of the pages (`pagemap`); the files stay as they are.
 With GPU memory (`vram`), the data plane has left packs and a fragment that lists them. Packs are not read here: their
 chunks have ids already. The fragment is removed just before the signature and put back by an error, so that whoever
 needs the packs can find its way in them for as long as there is no seal.
@@ -16,7 +17,6 @@ The runtime shim calls it after the low-level runtime's checkpoint has returned.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import time
@@ -24,31 +24,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_format import chunk_index
+from image_format import chunk_index, pagemap
 from image_format.bundle import Bundle
-from image_format.chunk_index import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, chunk_count_of, zero_id
 from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.file_names import (
     ALLOWED_UNSIGNED,
     FRAGMENT_NAME,
     INDEX_NAME,
     MANIFEST_NAME,
-    PARTIAL_PREFIX,
     RECORD_NAME,
     SIGNATURE_NAME,
     check_content_name,
     is_ours,
 )
 from image_format.gpu_objects import check_objects
-from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, twin
+from image_format.hashing import (
+    Cut,
+    FileToHash,
+    HashedFile,
+    entry_fault,
+    hash_files,
+    open_plain,
+    read_exactly,
+    twin,
+)
+from image_format.index_model import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, RegionKind, zero_id
 from image_format.manifest import INDEX_TYPE, RECORD_TYPE, Descriptor, Manifest
 from image_format.record import Record, RegionSummary
 from image_format.statement import PAYLOAD_TYPE, Statement
 from image_format.vram import VramFragment, merge, read_fragment, write_fragment
-from vgpu_errors import ImageError, NoSuchImage, NotEnoughSpace, Truncated, UnexpectedEntry
+from image_format.whole_files import WholeFiles, explained_removal, open_directory
+from vgpu_errors import ImageError, NoSuchImage, Truncated, UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from image_format.keys import SigningKey
 
@@ -66,7 +75,7 @@ class Sealed:
 def remove_old_seal(image_path: Path | str) -> None:
     """Remove what an earlier seal left, the signature first; a directory that does not exist has none."""
     try:
-        with _open_directory(Path(image_path)) as directory_fd:
+        with open_directory(Path(image_path)) as directory_fd:
             _remove_own_files(directory_fd, Path(image_path))
     except NoSuchImage:
         if Path(image_path).exists():
@@ -87,19 +96,19 @@ def seal(
     `vram` is the fragment that describes the packs; packs that it does not name are removed.
     """
     started, image_path = time.monotonic(), Path(image_path)
-    with _open_directory(image_path) as directory_fd:
+    with open_directory(image_path) as directory_fd:
         _remove_signature(directory_fd, image_path)
         fragment = read_fragment(vram) if vram is not None else None
         kept = _names_of(fragment)
         _remove_own_files(directory_fd, image_path, kept)
         try:
-            files = _files_to_seal(directory_fd, str(image_path), kept)
+            files = _cut_pages(directory_fd, _files_to_seal(directory_fd, str(image_path), kept), str(image_path))
             hashed = hash_files(directory_fd, files, where=str(image_path), threads=threads, on_progress=on_progress)
             index = build_index(hashed)
             if fragment is not None:
                 index = merge(index, fragment, _pack_sizes(directory_fd, fragment, str(image_path)))
             documents = make_documents(index, record, key)
-            _write_documents(_Writer(directory_fd, image_path), documents)
+            _write_documents(WholeFiles(directory_fd, image_path), documents)
         except BaseException:
             with contextlib.suppress(ImageError):  # the first error is the one to report
                 _remove_own_files(directory_fd, image_path, kept)
@@ -118,20 +127,20 @@ def build_index(hashed: Sequence[HashedFile], *, chunk_size: int = CHUNK_SIZE) -
     regions: list[Region] = []
     chunks: list[Chunk] = []
     for number, file in enumerate(sorted(hashed, key=lambda file: file.name)):
-        count = chunk_count_of(file.size, chunk_size)
-        regions.append(Region(file.name, file.size, len(chunks), count))
-        chunks += (_chunk(file, number, position, chunk_size) for position in range(count))
+        kind = RegionKind.FILE if file.lengths is None else RegionKind.PAGES
+        cuts = FileToHash(file.name, file.size, lengths=file.lengths).cuts(chunk_size)
+        first = len(chunks)
+        chunks += (_chunk(file, number, cut) for cut in cuts)
+        regions.append(Region(file.name, file.size, first, len(chunks) - first, kind))
     packs = tuple(Pack(region.name, region.length) for region in regions)
     return Index(tuple(regions), tuple(chunks), packs, chunk_size)
 
 
-def _chunk(file: HashedFile, pack: int, position: int, chunk_size: int) -> Chunk:
-    start = position * chunk_size
-    length = min(chunk_size, file.size - start)
-    chunk_id = file.id_at(position)
-    if chunk_id == zero_id(length):
-        return Chunk(chunk_id, pack, Codec.ZERO, 0, 0, length)
-    return Chunk(chunk_id, pack, Codec.RAW, start, length, length)
+def _chunk(file: HashedFile, pack: int, cut: Cut) -> Chunk:
+    chunk_id = file.id_at(cut.position)
+    if chunk_id == zero_id(cut.length):
+        return Chunk(chunk_id, pack, Codec.ZERO, 0, 0, cut.length)
+    return Chunk(chunk_id, pack, Codec.RAW, cut.offset, cut.length, cut.length)
 
 
 def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, bytes]:
@@ -158,7 +167,7 @@ def make_documents(index: Index, record: Record, key: SigningKey) -> dict[str, b
     }
 
 
-def _write_documents(writer: _Writer, documents: Mapping[str, bytes]) -> None:
+def _write_documents(writer: WholeFiles, documents: Mapping[str, bytes]) -> None:
     for name, data in documents.items():
         if name == SIGNATURE_NAME:
             writer.remove(FRAGMENT_NAME)
@@ -176,10 +185,10 @@ def _put_back(path: Path, fragment: VramFragment | None) -> None:
 
 
 def _summary(index: Index) -> tuple[RegionSummary, ...]:
-    kinds = (("file", index.files), ("vram", index.vram))
+    by_kind = ((kind, [region for region in index.regions if region.kind == kind]) for kind in RegionKind)
     return tuple(
-        RegionSummary(kind, len(regions), sum(region.length for region in regions))
-        for kind, regions in kinds
+        RegionSummary(kind.name.lower(), len(regions), sum(region.length for region in regions))
+        for kind, regions in by_kind
         if regions
     )
 
@@ -188,44 +197,6 @@ def sign(payload: bytes, key: SigningKey) -> bytes:
     """The bundle over a statement."""
     signature = key.sign(pre_authentication_encoding(PAYLOAD_TYPE, payload))
     return Bundle(key.key_id, Envelope(PAYLOAD_TYPE, payload, signature)).to_bytes()
-
-
-class _Writer:
-    """Puts whole files in place: temporary name, fsync, rename, fsync of the directory."""
-
-    def __init__(self, directory_fd: int, path: Path) -> None:
-        self._directory_fd = directory_fd
-        self._path = path
-
-    def write(self, name: str, data: bytes) -> None:
-        try:
-            self._write(name, data)
-        except OSError as error:
-            raise _explained(error, self._path / name, len(data)) from error
-
-    def remove(self, name: str) -> None:
-        """Remove a file that may be absent."""
-        with _explained_removal(self._path), contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._directory_fd)
-
-    def _write(self, name: str, data: bytes) -> None:
-        partial = PARTIAL_PREFIX + name
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(partial, flags, 0o600, dir_fd=self._directory_fd)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(partial, name, src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd)
-        os.fsync(self._directory_fd)
-
-
-def _explained(error: OSError, path: Path, needed_bytes: int) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        status = os.statvfs(path.parent)
-        free_bytes = status.f_bavail * status.f_frsize
-        return NotEnoughSpace(path=path.parent, free_bytes=free_bytes, needed_bytes=needed_bytes)
-    return ImageError(where=path, what=f"cannot be written ({error.strerror})")
 
 
 def _files_to_seal(directory_fd: int, where: str, kept: Container[str]) -> list[FileToHash]:
@@ -247,6 +218,27 @@ def _files_to_seal(directory_fd: int, where: str, kept: Container[str]) -> list[
     return sorted(files)
 
 
+def _cut_pages(directory_fd: int, files: Sequence[FileToHash], where: str) -> list[FileToHash]:
+    """The same files, and of those with memory pages how long their chunks are."""
+    sizes = {file.name: file.size for file in files}
+    if not any(pagemap.is_cut_by_pages(name, size) for name, size in sizes.items()):
+        return list(files)
+    names = [name for name, size in sizes.items() if pagemap.is_pagemap(name) and size <= pagemap.MAX_PAGEMAP_BYTES]
+    pagemaps = {name: pagemap.read(_content(directory_fd, name, where)) for name in names}
+    cuts = pagemap.cuts_of(pagemaps, sizes, CHUNK_SIZE)
+    return [file._replace(lengths=cuts.get(file.name)) for file in files]
+
+
+def _content(directory_fd: int, name: str, where: str) -> bytearray:
+    descriptor, size = open_plain(directory_fd, name, where=where)
+    try:
+        data = bytearray(min(size, pagemap.MAX_PAGEMAP_BYTES))
+        read_exactly(descriptor, memoryview(data), 0, where=f"{where}: {name}")
+    finally:
+        os.close(descriptor)
+    return data
+
+
 def _pack_sizes(directory_fd: int, fragment: VramFragment, where: str) -> list[int]:
     sizes = []
     for pack in fragment.packs:
@@ -259,34 +251,14 @@ def _pack_sizes(directory_fd: int, fragment: VramFragment, where: str) -> list[i
 
 
 def _remove_signature(directory_fd: int, path: Path) -> None:
-    with _explained_removal(path), contextlib.suppress(FileNotFoundError):
+    with explained_removal(path), contextlib.suppress(FileNotFoundError):
         os.unlink(SIGNATURE_NAME, dir_fd=directory_fd)
         os.fsync(directory_fd)
 
 
 def _remove_own_files(directory_fd: int, path: Path, kept: Container[str] = ()) -> None:
     _remove_signature(directory_fd, path)
-    with _explained_removal(path):
+    with explained_removal(path):
         for name in os.listdir(directory_fd):
             if is_ours(name) and name not in kept:
                 os.unlink(name, dir_fd=directory_fd)
-
-
-@contextlib.contextmanager
-def _explained_removal(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ImageError(where=path, what=f"an old seal cannot be removed ({error.strerror})") from error
-
-
-@contextlib.contextmanager
-def _open_directory(path: Path) -> Iterator[int]:
-    try:
-        directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise NoSuchImage(path=path, what=str(error.strerror)) from error
-    try:
-        yield directory_fd
-    finally:
-        os.close(directory_fd)

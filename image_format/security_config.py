@@ -23,6 +23,12 @@ _CAPABILITY_SETS = ("bounding", "effective", "inheritable", "permitted", "ambien
 _HOOK_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 # Only an engine-made id counts as one: a container named "etc" must not turn /etc into an engine's path.
 _ENGINE_ID = re.compile(r"[0-9a-f]{32,64}")
+_POD_UID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+_POD_ANNOTATIONS = (
+    (("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"), _ENGINE_ID, "<sandbox>"),
+    (("io.kubernetes.cri.sandbox-uid", "io.kubernetes.pod.uid"), _POD_UID, "<pod>"),
+)
+_KUBELET_PODS = ["", "var", "lib", "kubelet", "pods"]
 
 _KNOWN_KEYS = {
     key.casefold(): key
@@ -45,7 +51,7 @@ Json = dict[str, Any]
 def project(config: Json, *, bundle: str, container_id: str) -> Json:
     """What matters for security in config.json, canonicalised."""
     process, linux = _dict(config.get("process")), _dict(config.get("linux"))
-    place = _Place(bundle, container_id)
+    place = _Place(bundle, container_id, _pod_ids(config))
     devices = [_device(item) for item in _dicts(linux.get("devices"))]
     return {
         "projection": PROJECTION_VERSION,
@@ -69,7 +75,10 @@ def project(config: Json, *, bundle: str, container_id: str) -> Json:
 
 def load(data: bytes | str) -> Json:
     """Parse config.json; raises ValueError where two readers could disagree (the same key twice, no object)."""
-    config = json.loads(data, object_pairs_hook=_object_without_duplicates)
+    try:
+        config = json.loads(data, object_pairs_hook=_object_without_duplicates)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(config, dict):
         raise ValueError("the top level is not an object")  # noqa: TRY004 - one error for every bad document
     return config
@@ -114,7 +123,8 @@ def differences(signed: Json, now: Json) -> list[str]:
 class _Place:
     """Recognises paths that the engine made for this one container."""
 
-    def __init__(self, bundle: str, container_id: str) -> None:
+    def __init__(self, bundle: str, container_id: str, pod_ids: dict[str, str]) -> None:
+        self._pod_ids = pod_ids
         self.bundle = posixpath.normpath(bundle) if bundle.startswith("/") else ""
         self.id = container_id if _ENGINE_ID.fullmatch(container_id) else ""
 
@@ -124,6 +134,15 @@ class _Place:
             return False
         in_bundle = self.bundle not in ("", "/") and (path == self.bundle or path.startswith(self.bundle + "/"))
         return in_bundle or bool(self.id and self.id in path.split("/"))
+
+    def without_pod(self, path: str) -> str:
+        """The path with the ids of the pod's sandbox and of the pod as words; both are new where a pod is restored."""
+        if not self._pod_ids or posixpath.normpath(path) != path:
+            return path
+        parts = [self._pod_ids.get(part, part) for part in path.split("/")]
+        if parts[:6] == [*_KUBELET_PODS, "<pod>"] and parts[6:7] == ["containers"] and len(parts) == 9:
+            parts[8] = ENGINE  # the kubelet's file for the termination message has a random name
+        return "/".join(parts)
 
     def neutral(self, text: str) -> str:
         """The text without the bundle's path and the id, which a restore may change."""
@@ -161,6 +180,19 @@ def _is_own(mount: Json) -> bool:
     return any(destination == own or destination.startswith(own + "/") for own in OWN_DESTINATIONS)
 
 
+def _source(path: str, place: _Place) -> str:
+    return ENGINE if place.is_engines(path) else place.without_pod(path)
+
+
+def _pod_ids(config: Json) -> dict[str, str]:
+    """Id -> the word it becomes, as the engines note them; what has not the form of an id counts for nothing."""
+    annotations = _dict(config.get("annotations"))
+    found: dict[str, str] = {}
+    for keys, form, word in _POD_ANNOTATIONS:
+        found |= {value: word for key in keys if form.fullmatch(value := str(annotations.get(key) or ""))}
+    return found
+
+
 def _mount(item: Json, place: _Place) -> Json:
     options = sorted({_PROPAGATION.get(str(option), str(option)) for option in _items(item.get("options"))})
     kind, source = str(item.get("type") or ""), str(item.get("source") or "")
@@ -168,7 +200,7 @@ def _mount(item: Json, place: _Place) -> Json:
     return {
         "destination": str(item.get("destination")),
         "type": "bind" if is_bind else kind,
-        "source": ENGINE if is_bind and place.is_engines(source) else source,
+        "source": _source(source, place) if is_bind else source,
         "options": options,
     }
 
@@ -209,9 +241,11 @@ def _device(item: Json) -> Json:
 
 def _device_rules(linux: Json) -> list[Json]:
     gpu_paths = {
-        (str(item.get("type")), item.get("major"), item.get("minor")): str(item.get("path"))
+        (doc["type"], major, minor): doc["path"]
         for item in _dicts(linux.get("devices"))
-        if _is_gpu_device(str(item.get("path")))
+        if _is_gpu_device((doc := _device(item))["path"])
+        and (major := _number(item.get("major"), none=-1)) >= 0
+        and (minor := _number(item.get("minor"), none=-1)) >= 0
     }
     rules = _dicts(_dict(linux.get("resources")).get("devices"))
     # Order matters to the kernel: a later rule overrides an earlier one.
@@ -220,10 +254,10 @@ def _device_rules(linux: Json) -> list[Json]:
 
 def _device_rule(item: Json, gpu_paths: dict[tuple[str, Any, Any], str]) -> Json:
     doc = {"allow": bool(item.get("allow")), "access": "".join(sorted(str(item.get("access") or "")))}
-    path = gpu_paths.get((str(item.get("type")), item.get("major"), item.get("minor")))
+    numbers = {key: _number(item.get(key), none=-1) for key in ("major", "minor")}
+    path = gpu_paths.get((str(item.get("type")), numbers["major"], numbers["minor"]))
     if path is not None:
         return doc | {"path": path}
-    numbers = {key: _number(item.get(key), none=-1) for key in ("major", "minor")}
     return doc | {"type": str(item.get("type") or "a")} | numbers
 
 

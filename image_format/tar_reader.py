@@ -122,8 +122,11 @@ class TarReader:
         size = self._decimal(extended["size"]) if "size" in extended else size
         if found is not Kind.FILE and size:
             raise ImageError(where=self.where, what=f"{raw!a} is a {found} with data")
+        name = self._clean_name(raw)
+        if not name and found is not Kind.DIRECTORY:
+            raise UnsafeName(where=self.where, name=ascii(raw))
         self._left, self._padding = size, -size % BLOCK
-        return Member(self._clean_name(raw), found, size, self.position)
+        return Member(name, found, size, self.position)
 
     def _read_extension(self, kind: bytes, size: int, extended: dict[str, str]) -> None:
         if size > MAX_EXTENDED_BYTES:

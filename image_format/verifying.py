@@ -16,17 +16,28 @@ from typing import TYPE_CHECKING, Self
 
 from image_format import seal_documents
 from image_format.chunk_index import Codec
-from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
+from image_format.file_names import ALLOWED_UNSIGNED, PARTIAL_PREFIX, REFERENCE_NAME, SEAL_NAMES
 from image_format.hashing import FileToHash, HashedFile, entry_fault, hash_files, open_plain, read_exactly, twin
 from image_format.seal_documents import MAX_SIZES, Claimed, Claims
-from vgpu_errors import ContentMismatch, LimitExceeded, NoSuchImage, Truncated, UnexpectedEntry, Unsigned
+from vgpu_errors import (
+    ContentElsewhere,
+    ContentMismatch,
+    LimitExceeded,
+    NoSuchImage,
+    Truncated,
+    UnexpectedEntry,
+    Unsigned,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from image_format.chunk_index import Index
+    from image_format.freshness import SignedTimes
     from image_format.policy import Policy
     from image_format.record import Record
+
+CUT_OFF = "was left by a write that was cut off"
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Verified:
     """A checkpoint that is whole. Without a key it was unsigned and the policy allows that.
 
     `bytes_deferred` are bytes of VRAM whose chunks nobody has looked at yet; what uses them must compare them first.
+    `signed` is what `freshness.check` looks at; a caller who lets the checkpoint run must call it.
     `record` and `index` are None only where an unsigned checkpoint carries no documents of ours at all.
     """
 
@@ -45,6 +57,7 @@ class Verified:
     bytes_checked: int
     seconds: float
     bytes_deferred: int = 0
+    signed: SignedTimes | None = None
 
     @classmethod
     def of(cls, claims: Claims | None, *, started: float, bytes_deferred: int = 0) -> Verified:
@@ -62,6 +75,7 @@ class Verified:
             bytes_checked=sum(region.length for region in claims.index.regions) - bytes_deferred,
             seconds=seconds,
             bytes_deferred=bytes_deferred,
+            signed=claims.signed,
         )
 
 
@@ -81,6 +95,7 @@ def verify_directory(
     with Directory(path) as directory:
         claims = seal_documents.check(directory.documents(), policy, where=where)
         if claims is None:
+            directory.expect_finished()
             return Verified.of(None, started=started)
         check_sizes({name: status.st_size for name, status in directory.entries().items()}, claims.index, where=where)
         files = files_to_hash(claims.index, with_packs=not defer_vram)
@@ -117,9 +132,14 @@ def read_claimed_directory(path: Path | str) -> Claimed:
 def check_sizes(sizes: Mapping[str, int], index: Index, *, where: str) -> None:
     """The files there are exactly the sealed ones and those that may come later, with the sealed sizes."""
     wanted = {pack.name: pack.size for pack in index.packs}
-    for name in sorted(set(wanted) - set(sizes)):
+    missing = sorted(set(wanted) - set(sizes))
+    if missing and REFERENCE_NAME in sizes:
+        size_bytes = sum(wanted[name] for name in missing)
+        what = "in the store of the node that made it or in a registry"
+        raise ContentElsewhere(where=where, count=len(missing), size_bytes=size_bytes, what=what)
+    for name in missing:
         raise UnexpectedEntry(where=where, entry=name, what="is missing")
-    for name in sorted(set(sizes) - set(wanted) - set(SEAL_NAMES) - ALLOWED_UNSIGNED):
+    for name in sorted(set(sizes) - set(wanted) - set(SEAL_NAMES) - ALLOWED_UNSIGNED - {REFERENCE_NAME}):
         raise UnexpectedEntry(where=where, entry=ascii(name)[1:-1], what="is not among the sealed files")
     for name, size in sorted(wanted.items()):
         if sizes[name] < size:
@@ -130,7 +150,7 @@ def check_sizes(sizes: Mapping[str, int], index: Index, *, where: str) -> None:
 
 def files_to_hash(index: Index, *, with_packs: bool) -> list[FileToHash]:
     """What must be read to compare every chunk."""
-    files = [FileToHash(region.name, region.length) for region in index.files]
+    files = [FileToHash(region.name, region.length, lengths=index.lengths_of(region)) for region in index.files]
     if with_packs:
         slots = index.slots()
         files += [FileToHash(pack.name, pack.size, slots[pack.name]) for pack in index.vram_packs]
@@ -141,12 +161,12 @@ def check_files(hashed: Sequence[HashedFile], index: Index, *, where: str) -> No
     """Every chunk of the files has the sealed id."""
     by_name = {file.name: file for file in hashed}
     for region in index.files:
-        file = by_name[region.name]
+        file, start = by_name[region.name], 0
         for position, chunk in enumerate(index.chunks_of(region)):
             if file.id_at(position) != chunk.id:
-                start = position * index.chunk_size
                 what = f"bytes {start} to {start + chunk.length}"
                 raise ContentMismatch(where=f"{where}: {region.name}", what=what)
+            start += chunk.length
 
 
 def check_vram(hashed: Sequence[HashedFile], index: Index, *, where: str) -> None:
@@ -197,10 +217,23 @@ class Directory:
         """Those of the four sealed documents that are there."""
         return {name: self._read(name) for name in SEAL_NAMES if name in self._list()}
 
+    def expect_finished(self) -> None:
+        """Refuse what was still being sealed or unpacked: without documents nothing else would show it."""
+        for name in sorted(self._list()):
+            if name.startswith(PARTIAL_PREFIX):
+                raise UnexpectedEntry(
+                    where=self.path, entry=ascii(name)[1:-1], what="was left by a write that was cut off"
+                )
+
+    @staticmethod
+    def listed(directory_fd: int) -> dict[str, os.stat_result]:
+        """The entries of a directory that is open, whatever they are."""
+        with os.scandir(directory_fd) as entries:
+            return {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+
     def _list(self) -> dict[str, os.stat_result]:
         if self._entries is None:
-            with os.scandir(self.fd) as entries:
-                self._entries = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+            self._entries = self.listed(self.fd)
         return self._entries
 
     def _read(self, name: str) -> bytes:

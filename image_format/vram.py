@@ -149,7 +149,7 @@ def to_bytes(fragment: VramFragment) -> bytes:
 def from_bytes(data: bytes, *, where: str = FRAGMENT_NAME) -> VramFragment:
     """Parse and check a fragment's bytes: an index without files."""
     index = chunk_index.from_bytes(data, where=where)
-    if index.files:
+    if index.files or index.is_packed:
         raise ImageError(where=where, what="a fragment holds no files")
     return VramFragment.from_index(index)
 

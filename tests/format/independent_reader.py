@@ -54,7 +54,8 @@ def read_directory(path: Path) -> dict[str, bytes]:
     for entry in os.scandir(path):
         status = entry.stat(follow_symlinks=False)
         need(stat.S_ISREG(status.st_mode), "section 1: plain files")
-        need(status.st_nlink == 1 or is_pack(entry.name), "section 1: hard links")
+        is_shared = is_pack(entry.name) or status.st_size > 1 << 20
+        need(status.st_nlink == 1 or is_shared, "section 1: hard links")
         need(status.st_ino not in inodes, "section 1: a file under two names")
         inodes.add(status.st_ino)
         files[entry.name] = Path(entry.path).read_bytes()
@@ -155,6 +156,13 @@ def walk(value, depth):
 
 
 def check(files: dict[str, bytes], trusted_pems: list[bytes], features) -> str:
+    index = check_documents(files, trusted_pems, features)
+    check_files(files, index)
+    return index["root"].hex()
+
+
+def check_documents(files: dict[str, bytes], trusted_pems: list[bytes], features) -> dict:
+    """Steps 1 to 6; the sealed index."""
     need("vgpu-signature.json" in files, "step 1: unsigned")
     statement = verified_statement(files["vgpu-signature.json"], trusted_pems)
     for name in DOCUMENTS:
@@ -169,19 +177,16 @@ def check(files: dict[str, bytes], trusted_pems: list[bytes], features) -> str:
         need(len(files[name]) == descriptor["size"], "step 4: size")
         need("sha256:" + hashlib.sha256(files[name]).hexdigest() == descriptor["digest"], "step 4: sha256")
     record = read_record(files["vgpu-record.json"], features)
-    chunk_size, regions, vram, packs, root = read_index(files["vgpu-index.bin"])
-    check_objects(record, vram)
-    predicate, annotations = statement["predicate"], manifest["annotations"]
+    index = read_index(files["vgpu-index.bin"])
+    check_objects(record, index)
+    predicate, annotations, root = statement["predicate"], manifest["annotations"], index["root"].hex()
     need(root == record["contentRoot"] == predicate["contentRoot"], "step 6: root")
     need(root == annotations["vgpu.checkpoint.content-root"], "step 6: root of the manifest")
     need(record["container"]["id"] == predicate["containerId"], "step 6: container")
     need(record["generation"] == predicate["generation"], "step 6: generation")
-    need(
-        record["created"] == predicate["created"] == annotations["org.opencontainers.image.created"], "step 6: created"
-    )
-    check_files(files, chunk_size, regions, packs)
-    check_packs(files, packs, vram)
-    return root
+    times = (record["created"], predicate["created"], annotations["org.opencontainers.image.created"])
+    need(len(set(times)) == 1, "step 6: created")
+    return index
 
 
 def verified_statement(data: bytes, trusted_pems: list[bytes]) -> dict:
@@ -266,60 +271,57 @@ def read_objects(objects) -> None:
     need(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "section 3: addresses overlap")
 
 
-def check_objects(record, vram) -> None:
+def check_objects(record, index) -> None:
     found = {}
     for process in record["processes"]:
         for entry in process.get("objects") or []:
             name = f"{process['nsPid']}/{entry['id']}"
             need(name not in found, "section 3: twice")
             found[name] = (entry["size"], entry["device"], bytes.fromhex(entry["uuid"][4:].replace("-", "")))
-    need(found == {name: (length, device, uuid) for name, length, device, uuid, _ in vram}, "section 3: same objects")
+    vram = [region for region in index["regions"] if region["kind"] == 2]
+    regions = {region["name"]: (region["length"], region["device"], region["uuid"]) for region in vram}
+    need(found == regions, "section 3: same objects")
 
 
-def check_packs(files, packs, vram) -> None:
-    for name, size in packs:
-        need(len(files[name]) == size, "step 7: size of a pack")
-    for _, _, _, _, places in vram:
-        for chunk_id, pack, offset, length in places:
-            need(blake3.blake3(files[pack][offset : offset + length]).digest() == chunk_id, "step 8: VRAM chunk")
-
-
-def check_files(files, chunk_size, regions, packs) -> None:
-    wanted = {name for name, _, _ in regions} | {name for name, _ in packs}
-    need(set(files) - set(DOCUMENTS) - MAY_CHANGE == wanted, "step 7: files")
-    for name, length, ids in regions:
-        data = files[name]
-        need(len(data) == length, "step 7: size")
-        found = [blake3.blake3(data[start : start + chunk_size]).digest() for start in range(0, length, chunk_size)]
-        need(found == ids, "step 8: chunk")
+def check_files(files, index) -> None:
+    packs = index["packs"]
+    need(set(files) - set(DOCUMENTS) - MAY_CHANGE == {name for name, *_ in packs}, "step 7: files")
+    for name, size, *_ in packs:
+        need(len(files[name]) == size, "step 7: size")
+    for region in index["regions"]:
+        start = 0
+        for chunk_id, pack, codec, offset, _, length in region["chunks"]:
+            if region["kind"] != 2:
+                need(blake3.blake3(files[region["name"]][start : start + length]).digest() == chunk_id, "step 8: chunk")
+            elif codec:
+                data = files[packs[pack][0]][offset : offset + length]
+                need(blake3.blake3(data).digest() == chunk_id, "step 8: VRAM chunk")
+            start += length
 
 
 # ---- chunk-index.md ------------------------------------------------------------------------------
 
+SMALL = 1048576
 
-def read_index(data: bytes):
+
+def read_index(data: bytes, *, packed: bool = False) -> dict:
+    """Regions with their chunks; a chunk is (id, pack, codec, offset, stored length, length)."""
     need(128 <= len(data) <= 512 << 20, "size")
     need(data[:8] == b"VGPUIDX1", "magic")
     major, minor = struct.unpack_from("<HH", data, 8)
-    header_size, region_size, chunk_record, pack_size, chunk_size, hash_id, reserved = struct.unpack_from(
-        "<7I", data, 12
-    )
-    counts = struct.unpack_from("<4Q", data, 40)
-    root = data[72:104]
+    header_size, region_size, chunk_record, pack_size, chunk_size, hash_id, flags = struct.unpack_from("<7I", data, 12)
+    region_count, chunk_count, pack_count, names_size = struct.unpack_from("<4Q", data, 40)
     need(major == 1 and hash_id == 1, "version and hash")
-    need(
-        128 <= header_size <= 4096 and all(64 <= size <= 1024 for size in (region_size, chunk_record, pack_size)),
-        "sizes",
-    )
+    sizes = (region_size, chunk_record, pack_size)
+    need(128 <= header_size <= 4096 and all(64 <= size <= 1024 for size in sizes), "sizes")
     need(4096 <= chunk_size <= 64 << 20 and chunk_size & (chunk_size - 1) == 0, "chunk size")
     if minor <= 1:
-        need((header_size, region_size, chunk_record, pack_size) == (128, 64, 64, 64), "sizes of 1.0")
-        need(reserved == 0 and not any(data[104:128]), "reserved")
-    region_count, chunk_count, pack_count, names_size = counts
-    need(
-        region_count <= 1 << 20 and pack_count <= 1 << 20 and chunk_count <= 1 << 23 and names_size <= 64 << 20,
-        "limits",
-    )
+        need((header_size, *sizes) == (128, 64, 64, 64) and flags == 0, "section 2: minor versions 0 and 1")
+    if minor <= 2:
+        need(flags in (0, 1) and not any(data[104:128]), "section 2: reserved")
+    need(bool(flags & 1) == packed, "section 8: a packed index is no sealed one")
+    need(region_count <= 1 << 20 and pack_count <= 1 << 20 and chunk_count <= 1 << 23, "limits")
+    need(names_size <= 64 << 20, "limits")
     chunks_at = header_size + region_count * region_size
     packs_at = chunks_at + chunk_count * chunk_record
     names_at = packs_at + pack_count * pack_size
@@ -330,66 +332,64 @@ def read_index(data: bytes):
         need(offset + length <= len(names), "name inside the names")
         return names[offset : offset + length].decode("latin-1")
 
-    regions, vram, used, previous, hashed = [], [], 0, "", blake3.blake3(b"vgpu-content-root-v1\0")
-    hashed.update(struct.pack("<IQ", chunk_size, region_count))
-    all_ids = b""
+    packs = []
+    for n in range(pack_count):
+        record = data[packs_at + n * pack_size :][:64]
+        offset, size, pack_bytes, sha256, pack_flags = struct.unpack_from("<IIQ32sI", record)
+        need(minor > 2 or not any(record[52:64]), "section 5: reserved")
+        need(minor > 2 or packed or pack_flags == 0, "section 5: flags")
+        packs.append((name_of(offset, size), pack_bytes, sha256, pack_flags))
+    chunks = [read_chunk(data[chunks_at + n * chunk_record :][:64], minor) for n in range(chunk_count)]
+    regions = []
     for n in range(region_count):
-        at = header_size + n * region_size
-        kind, device, flags, address, length, first, count, offset, size = struct.unpack_from("<HHIQQQQII", data, at)
-        need(kind == 1 or (kind == 2 and minor >= 1), "region kind")
-        name = name_of(offset, size)
-        need(minor > 1 or flags == 0, "no flags")
-        need(first == used and count == (length + chunk_size - 1) // chunk_size, "chunks of a region")
-        need(used + count <= chunk_count, "chunks of all regions")
-        used += count
-        if kind == 2:
-            numbers = range(first, first + count)
-            vram.append((name, length, device, data[at + 48 : at + 64], numbers))
-            fields = struct.pack("<HHIQQQI", kind, device, flags, 0, length, count, len(name))
-            hashed.update(fields + name.encode())
-            continue
-        need(not vram, "files come first")
-        need(minor > 1 or not (device or address or any(data[at + 48 : at + 64])), "zero for a file")
+        record = data[header_size + n * region_size :][:64]
+        regions.append(read_region(record, minor, name_of, chunks, sum(len(r["chunks"]) for r in regions)))
+    need(sum(len(region["chunks"]) for region in regions) == chunk_count, "all chunks used")
+    index = {"chunk_size": chunk_size, "regions": regions, "packs": packs}
+    check_regions(index)
+    check_packed_places(index) if packed else check_sealed_places(index)
+    index["root"] = content_root(index)
+    need(index["root"] == data[72:104], "section 6: content root")
+    return index
+
+
+def read_chunk(record, minor):
+    chunk_id, pack, codec, reserved, offset, stored, length = struct.unpack_from("<32sIHHQII", record)
+    need(minor > 2 or (reserved == 0 and not any(record[56:64])), "section 4: reserved")
+    return chunk_id, pack, codec, offset, stored, length
+
+
+def read_region(record, minor, name_of, chunks, first_free):
+    kind, device, flags, address, length, first, count, offset, size = struct.unpack_from("<HHIQQQQII", record)
+    need(kind in ((1,), (1, 2), (1, 2, 3))[min(minor, 2)], "section 3: kind")
+    need(minor > 2 or flags == 0, "section 3: flags")
+    need(kind == 2 or minor > 2 or not (device or address or any(record[48:64])), "section 3: zero for a file")
+    need(first == first_free and count <= len(chunks) - first, "section 3: chunks in order")
+    numbers = {"kind": kind, "device": device, "flags": flags, "address": address, "length": length}
+    return {"name": name_of(offset, size), "uuid": record[48:64], "chunks": chunks[first : first + count]} | numbers
+
+
+def check_regions(index):
+    chunk_size, regions = index["chunk_size"], index["regions"]
+    files = [region["name"] for region in regions if region["kind"] != 2]
+    need(
+        [region["kind"] == 2 for region in regions] == sorted(region["kind"] == 2 for region in regions), "files first"
+    )
+    need(all(a < b for a, b in itertools.pairwise(files)), "section 3: ascending names")
+    keys = [object_key(region["name"]) for region in regions if region["kind"] == 2]
+    need(all(a < b for a, b in itertools.pairwise(keys)), "section 3: order of objects")
+    for name in files:
         check_name(name)
         need(not name.startswith("vgpu-") and name not in MAY_CHANGE, "archive-layout.md, section 2")
-        need(name > previous, "ascending names")
-        need(n < pack_count, "a pack for each file")
-        pack_at = packs_at + n * pack_size
-        pack_offset, pack_name_size, pack_bytes = struct.unpack_from("<IIQ", data, pack_at)
-        need(name_of(pack_offset, pack_name_size) == name and pack_bytes == length, "pack is the file")
-        need(minor > 1 or not any(data[pack_at + 48 : pack_at + 64]), "pack reserved")
-        ids = read_chunks(data, chunks_at, chunk_record, range(first, first + count), n, length, chunk_size, minor)
-        fields = struct.pack("<HHIQQQI", kind, device, flags, address, length, count, len(name))
-        hashed.update(fields + name.encode())
-        all_ids += b"".join(ids)
-        regions.append((name, length, ids))
-        previous = name
-    need(used == chunk_count, "all chunks used")
-    packs = []
-    for n in range(len(regions), pack_count):
-        pack_at = packs_at + n * pack_size
-        pack_offset, pack_name_size, pack_bytes = struct.unpack_from("<IIQ", data, pack_at)
-        packs.append((name_of(pack_offset, pack_name_size), pack_bytes))
-        need(minor > 1 or not any(data[pack_at + 48 : pack_at + 64]), "pack reserved")
-    need(all(is_pack(name) for name, _ in packs), "section 5: name of a pack")
-    need(all(a < b for (a, _), (b, _) in itertools.pairwise(packs)), "section 5: order of packs")
-    vram_ids, placed = read_vram(data, chunks_at, chunk_record, len(regions), packs, vram, chunk_size, minor)
-    hashed.update(all_ids + vram_ids)
-    need(hashed.digest() == root, "section 6: content root")
-    return chunk_size, regions, placed, packs, root.hex()
-
-
-def read_vram(data, chunks_at, chunk_record, first_pack, packs, vram, chunk_size, minor):
-    keys = [object_key(name) for name, _, _, _, _ in vram]
-    need(all(a < b for a, b in itertools.pairwise(keys)), "section 3: order of objects")
-    slots, placed, all_ids = {}, [], b""
-    for name, length, device, uuid, numbers in vram:
-        records = [data[chunks_at + n * chunk_record : chunks_at + n * chunk_record + 64] for n in numbers]
-        ids, places = read_vram_chunks(records, first_pack, packs, length, chunk_size, minor, slots)
-        all_ids += b"".join(ids)
-        placed.append((name, length, device, uuid, places))
-    need({pack for pack, _ in slots} == {name for name, _ in packs}, "section 5: a pack without chunk")
-    return all_ids, placed
+    for region in regions:
+        lengths = [chunk[5] for chunk in region["chunks"]]
+        if region["kind"] == 3:
+            need(all(1 <= length <= chunk_size for length in lengths), "section 4: length of a chunk of pages")
+            need(sum(lengths) == region["length"], "section 4: chunks make up the region")
+        else:
+            need(len(lengths) == -(-region["length"] // chunk_size), "section 3: number of chunks")
+            starts = range(0, region["length"], chunk_size)
+            need(lengths == [min(chunk_size, region["length"] - start) for start in starts], "section 4: length")
 
 
 def object_key(name):
@@ -398,38 +398,209 @@ def object_key(name):
     return int(pid), int(number)
 
 
-def read_vram_chunks(records, first_pack, packs, length, chunk_size, minor, slots):
-    ids, places = [], []
-    for position, record in enumerate(records):
-        chunk_id, pack, codec, reserved, offset, stored, size = struct.unpack_from("<32sIHHQII", record)
-        need(size == min(chunk_size, length - position * chunk_size), "section 4: length")
-        need(codec in (0, 1), "codec")
-        if minor <= 1:
-            need(reserved == 0 and not any(record[56:64]), "chunk reserved")
-        ids.append(chunk_id)
+def check_own_file(region, number, pack):
+    """Chunks that lie in the file itself."""
+    need(pack == (region["name"], region["length"], pack[2], 0), "section 5: pack is the file")
+    start = 0
+    for _, pack_number, codec, offset, stored, length in region["chunks"]:
+        need(pack_number == number, "section 4: pack number of a file")
+        need(codec in (0, 1), "section 4: codec")
+        need((offset, stored) == ((start, length) if codec else (0, 0)), "section 4: place in a file")
+        start += length
+
+
+def check_sealed_places(index):
+    chunk_size, packs = index["chunk_size"], index["packs"]
+    files = [region for region in index["regions"] if region["kind"] != 2]
+    vram = [region for region in index["regions"] if region["kind"] == 2]
+    need(len(packs) >= len(files), "section 5: a pack for each file")
+    for number, region in enumerate(files):
+        check_own_file(region, number, packs[number])
+    slot_packs = packs[len(files) :]
+    need(vram or not slot_packs, "section 5: packs without VRAM")
+    need(all(is_pack(name) for name, *_ in slot_packs), "section 5: name of a pack")
+    need(all(a[0] < b[0] for a, b in itertools.pairwise(slot_packs)), "section 5: order of packs")
+    slots = {}
+    for chunk in (chunk for region in vram for chunk in region["chunks"]):
+        chunk_id, pack, codec, offset, stored, length = chunk
+        need(codec in (0, 1), "section 4: codec")
         if codec == 0:
-            need((pack, offset, stored) == (0, 0, 0), "section 4: no place")
-            need(chunk_id == blake3.blake3(bytes(size)).digest(), "section 4: zeros")
+            check_zero(chunk)
             continue
-        need(first_pack <= pack < first_pack + len(packs), "section 4: a pack of slots")
-        name, pack_bytes = packs[pack - first_pack]
-        need(stored == size and offset % chunk_size == 0 and offset + size <= pack_bytes, "section 4: slot")
-        need(slots.setdefault((name, offset), (chunk_id, size)) == (chunk_id, size), "section 4: one content in a slot")
-        places.append((chunk_id, name, offset, size))
-    return ids, places
+        need(len(files) <= pack < len(packs), "section 4: a pack of slots")
+        need(stored == length and offset % chunk_size == 0, "section 4: slot")
+        need(offset + length <= packs[pack][1], "section 4: slot inside the pack")
+        need(
+            slots.setdefault((pack, offset), (chunk_id, length)) == (chunk_id, length),
+            "section 4: one content in a slot",
+        )
+    need({pack for pack, _ in slots} == set(range(len(files), len(packs))), "section 5: a pack without chunk")
 
 
-def read_chunks(data, table_at, record_size, numbers, region, length, chunk_size, minor) -> list[bytes]:
-    ids = []
-    for position, number in enumerate(numbers):
-        at = table_at + number * record_size
-        chunk_id, pack, codec, reserved, offset, stored, size = struct.unpack_from("<32sIHHQII", data, at)
-        start = position * chunk_size
-        wanted = min(chunk_size, length - start)
-        need(pack == region and size == wanted, "chunk of this file")
-        need(codec in (0, 1), "codec")
-        need((offset, stored) == ((start, wanted) if codec == 1 else (0, 0)), "place of the chunk")
-        if minor <= 1:
-            need(reserved == 0 and not any(data[at + 56 : at + 64]), "chunk reserved")
-        ids.append(chunk_id)
-    return ids
+def check_zero(chunk):
+    chunk_id, pack, _, offset, stored, length = chunk
+    need((pack, offset, stored) == (0, 0, 0), "section 4: a zero chunk has no place")
+    need(chunk_id == blake3.blake3(bytes(length)).digest(), "section 4: zeros")
+
+
+def is_small(region):
+    return region["kind"] == 1 and region["length"] <= SMALL
+
+
+def check_packed_places(index):
+    chunk_size, packs = index["chunk_size"], index["packs"]
+    small = [region for region in index["regions"] if is_small(region)]
+    need(len(packs) >= len(small), "section 8: a pack for each small file")
+    for number, region in enumerate(small):
+        need(packs[number][2] == bytes(32), "section 8: no sha256 for a small file")
+        check_own_file(region, number, packs[number])
+    for number, (name, size, sha256, kind) in enumerate(packs[len(small) :]):
+        need(name == f"vgpu-pack-{number:05}.bin", "section 8: name of a pack")
+        need(size % 4096 == 0 and size <= 128 * chunk_size, "section 8: size of a pack")
+        need(any(sha256) and kind in (1, 2, 3), "section 8: sha256 and class")
+    places = {}
+    for region in index["regions"]:
+        for chunk in [] if is_small(region) else region["chunks"]:
+            chunk_id, pack, codec, offset, stored, length = chunk
+            need(codec in (0, 1, 2), "section 8: codec")
+            if codec == 0:
+                check_zero(chunk)
+                continue
+            need(len(small) <= pack < len(packs) and packs[pack][3] == region["kind"], "section 8: pack and class")
+            need(offset % 4096 == 0 and offset + stored <= packs[pack][1], "section 8: place")
+            need(stored == length if codec == 1 else 0 < stored < length, "section 8: stored length")
+            content = (codec, stored, chunk_id, length)
+            need(places.setdefault((pack, offset), content) == content, "section 8: one content at a place")
+    for (pack, offset), (next_pack, next_offset) in itertools.pairwise(sorted(places)):
+        need(pack != next_pack or offset + places[pack, offset][1] <= next_offset, "section 8: overlap")
+    need({pack for pack, _ in places} == set(range(len(small), len(packs))), "section 8: a pack without chunk")
+
+
+def content_root(index) -> bytes:
+    regions = index["regions"]
+    hashed = blake3.blake3(b"vgpu-content-root-v1\0" + struct.pack("<IQ", index["chunk_size"], len(regions)))
+    for region in regions:
+        address = 0 if region["kind"] == 2 else region["address"]
+        numbers = (region["kind"], region["device"], region["flags"], address, region["length"], len(region["chunks"]))
+        name = region["name"].encode()
+        hashed.update(struct.pack("<HHIQQQI", *numbers, len(name)) + name)
+    for region in regions:
+        hashed.update(b"".join(chunk[0] for chunk in region["chunks"]))
+    for region in regions:
+        if region["kind"] == 3:
+            hashed.update(b"".join(struct.pack("<I", chunk[5]) for chunk in region["chunks"]))
+    return hashed.digest()
+
+
+# ---- transport.md --------------------------------------------------------------------------------
+
+
+def unpack(blobs: dict[str, bytes], trusted_pems: list[bytes]) -> dict[str, bytes]:
+    """The files of the sealed directory out of the blobs of a transport image; all of them are checked at the end."""
+    documents = {name: blobs[name] for name in DOCUMENTS}
+    check_documents(documents, trusted_pems, frozenset({"staged"}))
+    sealed = read_index(blobs["vgpu-index.bin"])
+    packed = read_index(blobs["packed-index.bin"], packed=True)
+    need(packed["root"] == sealed["root"], "section 7, step 3: content root")
+    small = [region for region in sealed["regions"] if is_small(region)]
+    files = documents | read_small_files(blobs["small-files.tar.zst"], small)
+    bulk = {r["name"]: bytearray(r["length"]) for r in sealed["regions"] if r["kind"] != 2 and not is_small(r)}
+    slots = {
+        name: bytearray(size) for name, size, *_ in sealed["packs"][sum(r["kind"] != 2 for r in sealed["regions"]) :]
+    }
+    for sealed_region, packed_region in zip(sealed["regions"], packed["regions"], strict=True):
+        if is_small(sealed_region):
+            continue
+        start = 0
+        for want, place in zip(sealed_region["chunks"], packed_region["chunks"], strict=True):
+            content = read_packed_chunk(place, blobs, len(small))
+            need(blake3.blake3(content).digest() == want[0], "section 7, step 4: id")
+            if sealed_region["kind"] != 2:
+                bulk[sealed_region["name"]][start : start + len(content)] = content
+            elif want[2]:
+                slots[sealed["packs"][want[1]][0]][want[3] : want[3] + len(content)] = content
+            start += len(content)
+    files |= {name: bytes(data) for name, data in (bulk | slots).items()}
+    check(files, trusted_pems, frozenset({"staged"}))
+    return files
+
+
+def read_packed_chunk(place, blobs, small_count) -> bytes:
+    _, pack, codec, offset, stored, length = place
+    if codec == 0:
+        return bytes(length)
+    data = blobs[f"pack-{pack - small_count}"][offset : offset + stored]
+    need(len(data) == stored, "a pack that is cut")
+    if codec == 1:
+        return data
+    try:
+        need(zstandard.frame_content_size(data) == length, "chunk-index.md, section 8: content size")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=length, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise RefusedError("chunk-index.md, section 8: frame") from error
+
+
+def read_small_files(blob, regions) -> dict[str, bytes]:
+    wanted, found = {region["name"]: region for region in regions}, {}
+    try:
+        tar_bytes = zstandard.ZstdDecompressor(max_window_size=8 << 20).stream_reader(blob).read()
+        with tarfile.open(fileobj=io.BytesIO(tar_bytes), errorlevel=2) as tar:
+            for member in tar:
+                need(member.name in wanted and member.isreg() and member.name not in found, "section 4: member")
+                found[member.name] = tar.extractfile(member).read()
+    except (zstandard.ZstdError, tarfile.TarError) as error:
+        raise RefusedError("section 4: damaged") from error
+    need(set(found) == set(wanted), "section 4: all small files")
+    for name, data in found.items():
+        start = 0
+        need(len(data) == wanted[name]["length"], "section 4: size")
+        for chunk in wanted[name]["chunks"]:
+            need(blake3.blake3(data[start : start + chunk[5]]).digest() == chunk[0], "section 4: id")
+            start += chunk[5]
+    return found
+
+
+def packs_of(index) -> list[tuple[int, list[bytes]]]:
+    """Section 2: class and chunk ids of every pack that a writer makes without packs of earlier images."""
+    packs = []
+    for kind in (1, 2, 3):
+        bulk = [region["chunks"] for region in index["regions"] if region["kind"] == kind and not is_small(region)]
+        groups = groups_by_content(bulk, index["chunk_size"]) if kind == 3 else groups_by_position(bulk)
+        for group in groups:
+            ids = list(dict.fromkeys(chunk[0] for chunk in group if not is_zeros(chunk)))
+            if ids and (kind, ids) not in packs:
+                packs.append((kind, ids))
+    return packs
+
+
+def is_zeros(chunk) -> bool:
+    return chunk[0] == blake3.blake3(bytes(chunk[5])).digest()
+
+
+def groups_by_position(regions):
+    groups, small = [], []
+    for chunks in regions:
+        if len(chunks) >= 128:
+            groups += [small, *(chunks[n : n + 128] for n in range(0, len(chunks), 128))]
+            small = []
+        elif len(small) + len(chunks) > 128:
+            groups.append(small)
+            small = list(chunks)
+        else:
+            small = small + list(chunks)
+    return [*groups, small]
+
+
+def groups_by_content(regions, chunk_size):
+    groups, group, size = [], [], 0
+    for chunk in (chunk for chunks in regions for chunk in chunks if not is_zeros(chunk)):
+        rounded = -(-chunk[5] // 4096) * 4096
+        if size + rounded > 128 * chunk_size:
+            groups.append(group)
+            group, size = [], 0
+        group.append(chunk)
+        size += rounded
+        if size >= 16 * chunk_size and chunk[0][0] < 8:
+            groups.append(group)
+            group, size = [], 0
+    return [*groups, group]

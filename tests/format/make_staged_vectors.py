@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from image_format import chunk_index, vram
 from image_format.chunk_index import CHUNK_SIZE, Codec
+from image_format.content_root import content_root
 from image_format.file_names import FRAGMENT_NAME
 from image_format.gpu_objects import Access, ObjectEntry, ObjectMapping
 from image_format.record import DeviceEntry, Parent, ProcessEntry, Record
@@ -222,6 +223,20 @@ def later_minor(data: bytes) -> bytes:
     return bytes(out) + b"\x09" * 16 + b"".join(tables) + data[at:]
 
 
+def kind_3(data: bytes) -> bytes:
+    """A kind of region that version 1.1 does not define; the root is what a reader of 1.1 would compute."""
+    index = chunk_index.from_bytes(data)
+    last = len(index.regions) - 1
+    regions = [region._replace(address=0) for region in index.regions[:last]]
+    root = content_root(
+        index.chunk_size, [*regions, index.regions[last]._replace(kind=3)], (c.id for c in index.chunks)
+    )
+    out = bytearray(data)
+    struct.pack_into("<H", out, 128 + 64 * last, 3)
+    out[72:104] = root
+    return bytes(out)
+
+
 def minor_0(data: bytes) -> bytes:
     """The kind of region of a later version under the number of an earlier one."""
     return data[:10] + b"\0\0" + data[12:]
@@ -321,7 +336,7 @@ def make_signed_badly(vectors: Vectors) -> None:
 
 def make_bad_regions(bad) -> None:
     bad("kind-in-minor-0", "VRAM under version 1.0", "UnknownFeature", 54, index=minor_0)
-    bad("kind-3", "an unknown kind of region", "UnknownFeature", 54, index=with_region("12/1", kind=3))
+    bad("kind-3", "an unknown kind of region", "UnknownFeature", 54, index=kind_3)
     bad("region-flags", "flags of a later version", index=with_region("7/1", flags=1))
     bad("file-with-uuid", "a uuid on a file", index=with_region("core-1.img", uuid=b"\1" * 16))
     bad("file-with-address", "an address on a file", index=with_region("core-1.img", address=1))

@@ -244,7 +244,7 @@ def test_policy_file_says_what_happens_without_signature(tmp_path, text, is_leni
     [
         "",
         "{}",
-        '{"version":2,"default":"allow-unsigned"}',
+        '{"version":3,"default":"allow-unsigned"}',
         '{"version":1,"default":"allow"}',
         '{"version":1,"default":"refuse-untrusted","defaul":"allow-unsigned"}',
         '{"version":1,"default":"refuse-untrusted","default":"allow-unsigned"}',

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from image_format import archive, chunk_index, sealing, vram
+from image_format import archive_scan, chunk_index, sealing, stream_cuts, vram
 from image_format.archive import verify_archive
 from image_format.chunk_index import CHUNK_SIZE, Index, Pack
 from image_format.file_names import FRAGMENT_NAME, MAX_PACKS, is_pack
@@ -401,8 +401,8 @@ def pack_tar(folder, path, names):
 @pytest.fixture
 def passes(monkeypatch):
     count = []
-    real = archive._Scan.of
-    monkeypatch.setattr(archive._Scan, "of", lambda *args, **kwargs: (count.append(1), real(*args, **kwargs))[1])
+    real = archive_scan.Scan.of
+    monkeypatch.setattr(archive_scan.Scan, "of", lambda *args, **kwargs: (count.append(1), real(*args, **kwargs))[1])
     return count
 
 
@@ -423,7 +423,7 @@ def test_an_archive_takes_one_pass_unless_the_index_comes_late(big, policy, tmp_
 
 
 def test_an_index_too_large_to_be_looked_at_early_takes_two_passes(big, policy, tmp_path, passes, monkeypatch):
-    monkeypatch.setattr(archive, "MAX_EARLY_INDEX_BYTES", 100)
+    monkeypatch.setattr(stream_cuts, "MAX_EARLY_INDEX_BYTES", 100)
     verify_archive(pack_tar(big, tmp_path / "a.tar", sorted(os.listdir(big))), policy)
     assert len(passes) == 2
 

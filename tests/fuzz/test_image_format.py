@@ -1,33 +1,28 @@
-"""Fuzzes every parser of the image format: whatever the bytes, only an error of our own tree may come out.
+"""Fuzzes the image format as a whole: what is written comes back, and spoilt archives and directories are refused.
 
-Two kinds: properties (what is written comes back) and mutations of real documents. Bounded to a few seconds;
-`VGPU_FUZZ_SECONDS=600 pytest tests/fuzz` goes on for that long, spread over the targets.
+Single parsers are fuzzed in test_every_parser.py. Bounded to a few seconds; see mutations.py for longer runs.
 """
 
 import gzip
+import hashlib
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 import zstandard
 from blake3 import blake3
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from image_format import archive, canonical_json, chunk_index, security_config, source, vram
-from image_format.bundle import Bundle
+from image_format import archive, canonical_json, chunk_index, containerd_index, security_config, source, vram
 from image_format.chunk_index import Index, Pack, Region, chunk_count_of
+from image_format.containerd_index import Descriptor
 from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.fields import Fields
 from image_format.hashing import HashedFile
-from image_format.keys import parse_public_key
-from image_format.manifest import Manifest
-from image_format.policy import Policy, TrustedKey, parse_default
+from image_format.policy import Policy, TrustedKey
 from image_format.record import Record
 from image_format.sealing import build_index
-from image_format.statement import Statement
 from image_format.verifying import verify_directory
 from image_format.vram import ChunkPlace, VramFragment, VramRegion, pack_name
 from tests.format.make_staged_vectors import OTHER_GPU, small
@@ -42,43 +37,14 @@ from tests.format.make_vectors import (
     oci_files,
     outside,
 )
+from tests.fuzz.mutations import EXTRA_SECONDS, JSON, TEXT, attempt, fuzz, mutated
 from vgpu_errors import VgpuError
 
-EXTRA_SECONDS = float(os.environ.get("VGPU_FUZZ_SECONDS", "0"))
-TARGET_COUNT = 27
-QUICK = settings(
-    max_examples=120, deadline=None, derandomize=not EXTRA_SECONDS, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
 pytestmark = pytest.mark.timeout(0 if EXTRA_SECONDS else 120)
-
-
-def fuzz(check, *strategies):
-    """Run a check on generated values, once quickly, or again and again for this target's share of the time."""
-    ends = time.monotonic() + EXTRA_SECONDS / TARGET_COUNT
-    while True:
-        QUICK(given(*strategies)(check))()
-        if time.monotonic() >= ends:
-            return
-
-
-def attempt(action):
-    """What it returns, or the error of ours that it raises; any other error is the fuzzer's find."""
-    try:
-        return action()
-    except VgpuError as error:
-        return error
 
 
 # ---- properties ----------------------------------------------------------------------------------
 
-TEXT = st.text(max_size=20)
-SMALL = st.integers(min_value=-(2**53) + 1, max_value=2**53 - 1)
-JSON = st.recursive(
-    st.none() | st.booleans() | SMALL | TEXT,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
-    max_leaves=20,
-)
 NAME = st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789-_.", min_size=1, max_size=30).filter(
     lambda name: name[0] != "." and not name.startswith("vgpu-") and "log" not in name and "stats" not in name
 )  # fmt: skip
@@ -168,31 +134,6 @@ def test_envelope_comes_back_and_no_two_have_the_same_signed_bytes():
 # ---- mutations -----------------------------------------------------------------------------------
 
 
-@st.composite
-def mutated(draw, seed):
-    """A real document with a few bytes changed, cut out, doubled or put in."""
-    data = bytearray(seed)
-    for _ in range(draw(st.integers(min_value=1, max_value=4))):
-        at = draw(st.integers(min_value=0, max_value=len(data)))
-        length = draw(st.integers(min_value=0, max_value=16))
-        kind = draw(st.sampled_from(["flip", "cut", "double", "insert", "end", "number"]))
-        if kind == "flip" and at < len(data):
-            data[at] ^= 1 << draw(st.integers(min_value=0, max_value=7))
-        elif kind == "cut":
-            del data[at : at + length]
-        elif kind == "double":
-            data[at:at] = data[at : at + length]
-        elif kind == "insert":
-            data[at:at] = draw(st.binary(max_size=16))
-        elif kind == "end":
-            del data[at:]
-        elif kind == "number":
-            data[at : at + 8] = draw(
-                st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\0" * 7 + b"\x80", b"1" * 8, b"-1,0.5e9", b'":[[[{"\\'])
-            )
-    return bytes(data)
-
-
 SEALED = Sealed(base_files(), chunk_size=SMALL_CHUNK)
 DOCUMENTS = SEALED.documents
 BUNDLE = DOCUMENTS["vgpu-signature.json"]
@@ -204,31 +145,6 @@ STAGED_TARS = {
     "index last": make_tar(list(reversed(inside(STAGED_CONTENT)))),
 }
 POLICY = Policy(keys={TRUSTED.key_id: TrustedKey("fuzz", Path("fuzz.pub"), TRUSTED.public)})
-PARSERS = {
-    "index": (chunk_index.from_bytes, DOCUMENTS["vgpu-index.bin"]),
-    "record": (Record.from_bytes, DOCUMENTS["vgpu-record.json"]),
-    "staged index": (chunk_index.from_bytes, STAGED_CONTENT["vgpu-index.bin"]),
-    "staged record": (Record.from_bytes, STAGED_CONTENT["vgpu-record.json"]),
-    "fragment": (vram.from_bytes, vram.to_bytes(VramFragment.of(STAGED.regions, chunk_size=SMALL_CHUNK))),
-    "manifest": (Manifest.from_bytes, DOCUMENTS["vgpu-manifest.json"]),
-    "bundle": (Bundle.from_bytes, BUNDLE),
-    "statement": (Statement.from_bytes, Bundle.from_bytes(BUNDLE).envelope.payload),
-    "policy": (lambda data: parse_default(data, Path("policy.json")), b'{"version":1,"default":"refuse-untrusted"}'),
-    "public key": (lambda data: parse_public_key(data, where="x"), TRUSTED.public.to_pem()),
-    "json": (lambda data: canonical_json.read(data, where="x"), DOCUMENTS["vgpu-record.json"]),
-}
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_a_parser_fails_only_with_our_errors(name):
-    parse, seed = PARSERS[name]
-    parse(seed)
-
-    def check(data):
-        outcome = attempt(lambda: parse(data))
-        assert not isinstance(outcome, VgpuError) or (outcome.message and outcome.exit_code >= 10)
-
-    fuzz(check, mutated(seed))
 
 
 def test_index_of_any_bytes_fails_only_with_our_errors():
@@ -365,3 +281,42 @@ def test_an_index_whose_pack_is_another_file_is_refused():
         assert isinstance(outcome, Index) == ((name, 5) == (other, size))
 
     fuzz(check, st.sampled_from("ab"), st.sampled_from("ab"), st.integers(min_value=0, max_value=6))
+
+
+def containerd_file():
+    """An archive as `vgpu containerd checkpoint --export` writes it, with a sealed checkpoint in it."""
+
+    def described(media_type, data):
+        return Descriptor(media_type, f"sha256:{hashlib.sha256(data).hexdigest()}", len(data))
+
+    flat = make_tar(sorted(SEALED.all(base_files()).items()))
+    criu = described(containerd_index.CRIU_TYPE, flat)
+    index = containerd_index.CheckpointIndex(
+        (criu,), ((containerd_index.IMAGE_KEY, "docker.io/library/x:1"),)
+    ).to_bytes()
+    entry = described(containerd_index.INDEX_TYPE, index)
+    top = {
+        "schemaVersion": 2,
+        "manifests": [{"mediaType": entry.media_type, "digest": entry.digest, "size": entry.size}],
+    }
+    blobs = [(f"blobs/sha256/{hashlib.sha256(data).hexdigest()}", data) for data in (index, flat)]
+    return make_tar(
+        [("oci-layout", b'{"imageLayoutVersion":"1.0.0"}'), ("index.json", json.dumps(top).encode()), *blobs]
+    )
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_containerd_file_fails_only_with_our_errors_and_never_verifies_another_content(compression, tmp_path):
+    path = tmp_path / "archive"
+    whole = COMPRESSIONS[compression](containerd_file())
+    path.write_bytes(whole)
+    expected = source.verify(str(path), POLICY).result.verified.manifest_digest
+    assert source.verify(str(path), POLICY).kind == "containerd archive"
+
+    def check(data):
+        path.write_bytes(data)
+        attempt(lambda: source.read_claims(str(path)).claims.claimed)
+        outcome = attempt(lambda: source.verify(str(path), POLICY).result.verified.manifest_digest)
+        assert isinstance(outcome, VgpuError) or outcome == expected
+
+    fuzz(check, mutated(whole))
