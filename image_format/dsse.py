@@ -7,7 +7,6 @@ The caller uses the payload only after the signature over exactly these bytes ha
 from __future__ import annotations
 
 import base64
-import binascii
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from image_format.fields import Fields
 
 MAX_PAYLOAD_BYTES = 256 << 10
+MAX_SIGNATURE_BYTES = 16 << 10
 
 
 def pre_authentication_encoding(payload_type: str, payload: bytes) -> bytes:
@@ -41,8 +41,8 @@ class Envelope:
             raise ImageError(where=fields.path("signatures"), what=f"has {len(signatures)} entries, not 1")
         return cls(
             payload_type=fields.text("payloadType"),
-            payload=_decode(fields, "payload"),
-            signature=_decode(signatures[0], "sig"),
+            payload=fields.base64("payload", max_bytes=MAX_PAYLOAD_BYTES),
+            signature=signatures[0].base64("sig", max_bytes=MAX_SIGNATURE_BYTES),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -56,16 +56,3 @@ class Envelope:
     def signed_bytes(self) -> bytes:
         """What the signature must hold over."""
         return pre_authentication_encoding(self.payload_type, self.payload)
-
-
-def _decode(fields: Fields, key: str) -> bytes:
-    text = fields.any(key)
-    if not isinstance(text, str) or len(text) > MAX_PAYLOAD_BYTES * 4 // 3 + 4:
-        raise ImageError(where=fields.path(key), what=f"must be base64 of at most {MAX_PAYLOAD_BYTES} bytes")
-    try:
-        data = base64.b64decode(text.encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise ImageError(where=fields.path(key), what="is not base64") from error
-    if base64.b64encode(data).decode() != text:
-        raise ImageError(where=fields.path(key), what="is not base64 in its one canonical form")
-    return data

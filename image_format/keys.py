@@ -1,27 +1,33 @@
-"""Signing keys: ECDSA P-256 with SHA-256, PEM files (spec/signature.md, section 1).
+"""Signing keys: ECDSA P-256 with SHA-256, and Ed25519; PEM files, with a passphrase or without (spec/signature.md, section 1).
 
 A key's id is base64 of the SHA-256 of its DER public key, as cosign writes it. Never prints or copies a private key.
-`vgpu setup` makes the node's key, sealing signs with it, policy loads the trusted ones.
+`vgpu setup` and `vgpu keys` make keys, sealing and `vgpu sign` sign with them, policy loads the trusted ones.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from image_format import key_files
 from vgpu_errors import BadConfiguration
+
+if TYPE_CHECKING:
+    from image_format.key_files import Passphrase
 
 NODE_KEY = "node.key"
 NODE_PUB = "node.pub"
-MAX_KEY_BYTES = 16 << 10
+ECDSA_P256 = "ecdsa-p256"
+ED25519 = "ed25519"
+KEY_TYPES = (ECDSA_P256, ED25519)
 
 
 @dataclass(frozen=True)
@@ -29,25 +35,37 @@ class PublicKey:
     """A key that can verify."""
 
     key_id: str
-    _key: ec.EllipticCurvePublicKey
+    _key: ec.EllipticCurvePublicKey | Ed25519PublicKey
 
     @classmethod
-    def of(cls, key: ec.EllipticCurvePublicKey) -> PublicKey:
+    def of(cls, key: ec.EllipticCurvePublicKey | Ed25519PublicKey) -> PublicKey:
         """Wrap a loaded key."""
-        der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-        return cls(base64.b64encode(hashlib.sha256(der).digest()).decode(), key)
+        return cls(base64.b64encode(hashlib.sha256(key_files.public_der(key)).digest()).decode(), key)
+
+    @property
+    def type(self) -> str:
+        """One of `KEY_TYPES`."""
+        return ED25519 if isinstance(self._key, Ed25519PublicKey) else ECDSA_P256
+
+    @property
+    def fingerprint(self) -> str:
+        """The key's id in hex, as `openssl pkey -pubin -outform DER | sha256sum` prints it."""
+        return base64.b64decode(self.key_id).hex()
 
     def holds(self, signature: bytes, data: bytes) -> bool:
         """The signature over the data was made with this key."""
         try:
-            self._key.verify(signature, data, ec.ECDSA(hashes.SHA256()))
+            if isinstance(self._key, Ed25519PublicKey):
+                self._key.verify(signature, data)
+            else:
+                self._key.verify(signature, data, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
             return False
         return True
 
     def to_pem(self) -> bytes:
         """The file form."""
-        return self._key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        return key_files.public_pem(self._key)
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class SigningKey:
     """A key that can sign."""
 
     public: PublicKey
-    _key: ec.EllipticCurvePrivateKey
+    _key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey
 
     @property
     def key_id(self) -> str:
@@ -63,24 +81,26 @@ class SigningKey:
         return self.public.key_id
 
     def sign(self, data: bytes) -> bytes:
-        """A DER signature."""
+        """A signature: DER for ECDSA, 64 bytes for Ed25519."""
+        if isinstance(self._key, Ed25519PrivateKey):
+            return self._key.sign(data)
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
 
     @classmethod
-    def generate(cls) -> SigningKey:
+    def generate(cls, key_type: str = ECDSA_P256) -> SigningKey:
         """A fresh key."""
+        if key_type == ED25519:
+            return cls.of(Ed25519PrivateKey.generate())
         return cls.of(ec.generate_private_key(ec.SECP256R1()))
 
     @classmethod
-    def of(cls, key: ec.EllipticCurvePrivateKey) -> SigningKey:
+    def of(cls, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> SigningKey:
         """Wrap a loaded key."""
         return cls(PublicKey.of(key.public_key()), key)
 
-    def to_pem(self) -> bytes:
-        """The file form, unencrypted PKCS8."""
-        return self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+    def to_pem(self, passphrase: bytes | None = None) -> bytes:
+        """The file form, PKCS#8, encrypted where there is a passphrase."""
+        return key_files.private_pem(self._key, passphrase)
 
 
 def key_id(key: PublicKey | SigningKey) -> str:
@@ -89,71 +109,33 @@ def key_id(key: PublicKey | SigningKey) -> str:
 
 
 def make_node_key(directory: Path | str = "/etc/vgpu") -> SigningKey:
-    """Make node.key (0600) and node.pub (0644); refuses to replace a key, because old checkpoints need it."""
+    """Make node.key and node.pub; without a passphrase, because nobody is there to type it when a container freezes."""
     directory = Path(directory)
     key = SigningKey.generate()
-    _write_new(directory / NODE_KEY, key.to_pem(), 0o600)
-    try:
-        _write_new(directory / NODE_PUB, key.public.to_pem(), 0o644)
-    except BaseException:
-        (directory / NODE_KEY).unlink()
-        raise
+    key_files.write_pair(directory / NODE_KEY, key.to_pem(), directory / NODE_PUB, key.public.to_pem())
     return key
 
 
-def load_signing_key(path: Path | str = "/etc/vgpu/node.key") -> SigningKey:
-    """Load a private key that nobody else can read."""
-    path = Path(path)
-    data = _read(path, is_private=True)
-    try:
-        key = serialization.load_pem_private_key(data, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise BadConfiguration(path=path, what="is not an unencrypted PEM private key") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BadConfiguration(path=path, what="is not an ECDSA P-256 key")
-    return SigningKey.of(key)
+def load_signing_key(path: Path | str = "/etc/vgpu/node.key", passphrase: Passphrase | None = None) -> SigningKey:
+    """Load a private key that nobody else can read; `passphrase` is asked only where the key is encrypted."""
+    key = key_files.read_private(Path(path), passphrase)
+    if isinstance(key, Ed25519PrivateKey) or (
+        isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP256R1)
+    ):
+        return SigningKey.of(key)
+    raise BadConfiguration(path=path, what="is not an ECDSA P-256 or Ed25519 key")
 
 
 def load_public_key(path: Path | str) -> PublicKey:
     """Load a public key."""
-    path = Path(path)
-    return parse_public_key(_read(path, is_private=False), where=path)
+    return parse_public_key(key_files.read_public(Path(path)), where=path)
 
 
 def parse_public_key(data: bytes, *, where: Path | str) -> PublicKey:
     """Parse a PEM public key."""
-    try:
-        key = serialization.load_pem_public_key(data)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise BadConfiguration(path=where, what="is not a PEM public key") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BadConfiguration(path=where, what="is not an ECDSA P-256 key")
-    return PublicKey.of(key)
-
-
-def _read(path: Path, *, is_private: bool) -> bytes:
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_KEY_BYTES + 1)
-    except OSError as error:
-        raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})") from error
-    if is_private and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadConfiguration(path=path, what=f"has mode {stat.S_IMODE(mode):04o}; a private key must be 0600")
-    if len(data) > MAX_KEY_BYTES:
-        raise BadConfiguration(path=path, what="is too large for a key")
-    return data
-
-
-def _write_new(path: Path, data: bytes, mode: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    except FileExistsError as error:
-        raise BadConfiguration(path=path, what="exists already; a node keeps its key") from error
-    except OSError as error:
-        raise BadConfiguration(path=path, what=f"cannot be made ({error.strerror})") from error
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
+    key = key_files.parse_public(data, where=where)
+    if isinstance(key, Ed25519PublicKey) or (
+        isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)
+    ):
+        return PublicKey.of(key)
+    raise BadConfiguration(path=where, what="is not an ECDSA P-256 or Ed25519 key")

@@ -1,7 +1,7 @@
 """Whose checkpoints this node accepts (spec/signature.md, section 6): policy.json, node.pub and trusted/*.pub.
 
 The default is to refuse what no trusted key has signed. Refuses policy files that others than their owner can change.
-Restore gates and `vgpu verify` load it; `vgpu trust` changes the folder of trusted keys.
+Restore gates, `vgpu verify` and `vgpu pull` load it; `vgpu trust` changes the folder of trusted keys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from image_format import canonical_json
 from image_format.fields import Fields
+from image_format.freshness import ALLOW, REFUSE, WARN
 from image_format.keys import NODE_PUB, PublicKey, load_public_key
 from vgpu_errors import BadConfiguration, ImageError
 
@@ -24,7 +25,7 @@ POLICY_NAME = "policy.json"
 TRUSTED_FOLDER = "trusted"
 REFUSE_UNTRUSTED = "refuse-untrusted"
 ALLOW_UNSIGNED = "allow-unsigned"
-KNOWN_VERSION = 1
+KNOWN_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,20 @@ class TrustedKey:
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What policy.json says; its defaults hold where there is none."""
+
+    default: str = REFUSE_UNTRUSTED
+    older_generation: str = WARN
+
+
+@dataclass(frozen=True)
 class Policy:
-    """The default for what is not signed, and the trusted keys by id."""
+    """The default for what is not signed, what happens to older generations, and the trusted keys by id."""
 
     default: str = REFUSE_UNTRUSTED
     keys: Mapping[str, TrustedKey] = field(default_factory=dict)
+    older_generation: str = WARN
 
     @property
     def allows_unsigned(self) -> bool:
@@ -57,7 +67,8 @@ class Policy:
         """Read the folder; a missing policy.json is the default policy."""
         directory = Path(directory)
         by_id = {entry.key.key_id: entry for entry in reversed(load_trusted(directory))}
-        return cls(_read_default(directory / POLICY_NAME), by_id)
+        rules = _read_rules(directory / POLICY_NAME)
+        return cls(rules.default, by_id, rules.older_generation)
 
 
 def load_trusted(directory: Path) -> list[TrustedKey]:
@@ -82,30 +93,41 @@ def _load_key(path: Path, name: str) -> TrustedKey:
     return TrustedKey(name, path, load_public_key(path))
 
 
-def _read_default(path: Path) -> str:
+def _read_rules(path: Path) -> Rules:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return REFUSE_UNTRUSTED
+        return Rules()
     except OSError as error:
         raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})") from error
     _refuse_if_others_write(path)
-    return parse_default(data, path)
+    return parse_rules(data, path)
 
 
-def parse_default(data: bytes, path: Path) -> str:
-    """The `default` of policy.json; unknown keys are refused, a typing error must not open the gate."""
+def parse_rules(data: bytes, path: Path) -> Rules:
+    """The rules in policy.json; unknown keys are refused, a typing error must not open the gate."""
     try:
         fields = Fields(canonical_json.read_object(data, where="policy"), "policy")
         version = fields.integer("version")
         default = fields.one_of("default", REFUSE_UNTRUSTED, ALLOW_UNSIGNED)
+        older = fields.one_of("olderGeneration", ALLOW, WARN, REFUSE) if _has_older(fields, version) else WARN
     except ImageError as error:
         raise BadConfiguration(path=path, what=error.message) from error
-    if version != KNOWN_VERSION:
-        raise BadConfiguration(path=path, what=f"has version {version}; this version reads {KNOWN_VERSION}")
+    if version not in KNOWN_VERSIONS:
+        known = " and ".join(map(str, KNOWN_VERSIONS))
+        raise BadConfiguration(path=path, what=f"has version {version}; this version reads {known}")
     if fields.unknown():
         raise BadConfiguration(path=path, what=f"has unknown keys: {', '.join(sorted(fields.unknown()))}")
-    return default
+    return Rules(default, older)
+
+
+def parse_default(data: bytes, path: Path) -> str:
+    """Only the `default`."""
+    return parse_rules(data, path).default
+
+
+def _has_older(fields: Fields, version: int) -> bool:
+    return version != 1 and fields.is_there("olderGeneration")
 
 
 def _refuse_if_others_write(path: Path) -> None:

@@ -1,16 +1,18 @@
 """The in-toto statement that is signed (spec/signature.md, section 3).
 
 Its subject is the manifest by sha256; its predicate repeats what a restore compares without parsing the record first.
-Pure. `sealing` makes it, `verifying` reads it out of the verified payload.
+Pure. `sealing` makes it, `verifying` reads it out of the verified payload; `image_statement` is its sibling in registries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from image_format import canonical_json
 from image_format.fields import Fields
 from image_format.file_names import MANIFEST_NAME
+from image_format.freshness import SignedTimes, parse_time
 from vgpu_errors import FormatTooNew, ImageError
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -22,13 +24,15 @@ MAX_STATEMENT_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Statement:
-    """The claim: this manifest is the checkpoint of that container."""
+    """The claim: this manifest is the checkpoint of that container, and until when the signer stands by it."""
 
     manifest_sha256: str
     content_root: str
     container_id: str
     generation: int
     created: str
+    expires: str | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str = "the signed statement") -> Statement:
@@ -47,22 +51,39 @@ class Statement:
             container_id=predicate.text("containerId"),
             generation=predicate.integer("generation"),
             created=predicate.text("created"),
+            expires=read_expires(predicate),
+            unknown=predicate.unknown(),
         )
 
     def to_bytes(self) -> bytes:
         """The canonical bytes that become the payload."""
+        predicate = self.unknown | {
+            "contentRoot": self.content_root,
+            "containerId": self.container_id,
+            "generation": self.generation,
+            "created": self.created,
+        }
         doc = {
             "_type": STATEMENT_TYPE,
             "subject": [{"name": MANIFEST_NAME, "digest": {"sha256": self.manifest_sha256}}],
             "predicateType": PREDICATE_TYPE,
-            "predicate": {
-                "contentRoot": self.content_root,
-                "containerId": self.container_id,
-                "generation": self.generation,
-                "created": self.created,
-            },
+            "predicate": predicate | ({"expires": self.expires} if self.expires is not None else {}),
         }
         return canonical_json.write(doc, where="statement")
+
+    @property
+    def times(self) -> SignedTimes:
+        """What `freshness` looks at."""
+        return SignedTimes(self.container_id, self.generation, self.created, self.expires)
+
+
+def read_expires(predicate: Fields) -> str | None:
+    """`expires`, whose form is checked here: a time that cannot be read must not count as none."""
+    if not predicate.is_there("expires"):
+        return None
+    expires = predicate.text("expires")
+    parse_time(expires, where=predicate.path("expires"))
+    return expires
 
 
 def _check_predicate_type(fields: Fields) -> None:

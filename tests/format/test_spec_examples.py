@@ -8,8 +8,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from image_format import chunk_index, file_names
+from image_format import chunk_index, file_names, image_statement
 from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format.encryption import ENCRYPTED_RECORD_TYPE, EncryptedRecord
+from image_format.image_statement import ImageStatement
 from image_format.policy import parse_default
 from image_format.record import Record
 from image_format.statement import Statement
@@ -22,9 +24,27 @@ BY_MEDIA_TYPE = {
     "application/vnd.oci.image.manifest.v1+json": "manifest.schema.json",
     "application/vnd.in-toto+json": "statement.schema.json",
     "application/vnd.dev.sigstore.bundle.v0.3+json": "bundle.schema.json",
+    "application/vnd.vgpu.checkpoint.reference.v1+json": "reference.schema.json",
     "application/vnd.vgpu.policy.v1+json": "policy.schema.json",
+    "application/vnd.vgpu.generations.v1+json": "generations.schema.json",
+    "application/vnd.vgpu.checkpoint.encrypted-record.v1+json": "encrypted-record.schema.json",
+    "application/vnd.dev.cosign.simplesigning.v1+json": "simple-signing.schema.json",
 }
-OURS = ("record.md", "chunk-index.md", "archive-layout.md", "signature.md", "security-config.md", "versioning.md")
+OURS = (
+    "record.md",
+    "chunk-index.md",
+    "archive-layout.md",
+    "signature.md",
+    "security-config.md",
+    "store.md",
+    "versioning.md",
+    "transport.md",
+    "conformance.md",
+    "security-considerations.md",
+    "encryption.md",
+)
+# The same media type, but with other layers than the sealed manifest has.
+BY_PAGE = {("transport.md", "application/vnd.oci.image.manifest.v1+json"): "transport-manifest.schema.json"}
 
 
 def validator(name):
@@ -37,22 +57,32 @@ def find_examples():
             re.finditer(r"^```(\S+)\n(.*?)^```", (SPEC / page).read_text(), re.MULTILINE | re.DOTALL)
         ):
             if match[1] != "text":
-                yield pytest.param(match[1], match[2], id=f"{page}-{n}")
+                schema = BY_PAGE.get((page, match[1]), BY_MEDIA_TYPE.get(match[1]))
+                yield pytest.param(match[1], schema, match[2], id=f"{page}-{n}")
 
 
 EXAMPLES = list(find_examples())
 
 
-@pytest.mark.parametrize(("media_type", "text"), EXAMPLES)
-def test_example_in_the_spec_validates(media_type, text):
+@pytest.mark.parametrize(("media_type", "schema", "text"), EXAMPLES)
+def test_example_in_the_spec_validates(media_type, schema, text):
     doc = json.loads(text)
-    validator(BY_MEDIA_TYPE[media_type]).validate(doc)
-    if media_type.endswith("record.v1+json"):
+    validator(schema).validate(doc)
+    if media_type == ENCRYPTED_RECORD_TYPE:
+        assert EncryptedRecord.from_bytes(text.encode()).to_json() == doc
+    if media_type.endswith("checkpoint.record.v1+json"):
         assert Record.from_json(doc).to_json() == doc
     if media_type.endswith("in-toto+json"):
-        assert json.loads(Statement.from_bytes(text.encode()).to_bytes()) == doc
+        assert json.loads(read_statement(doc).to_bytes()) == doc
     if media_type.endswith("policy.v1+json"):
         assert parse_default(text.encode(), Path("policy.json")) == doc["default"]
+
+
+def read_statement(doc):
+    data = json.dumps(doc).encode()
+    if doc["predicateType"] == image_statement.PREDICATE_TYPE:
+        return ImageStatement.from_bytes(data, digest="sha256:" + doc["subject"][0]["digest"]["sha256"])
+    return Statement.from_bytes(data)
 
 
 def test_there_is_an_example_for_every_document():
