@@ -11,12 +11,22 @@ CONFIG_PATH = "/etc/vgpu/runtime.conf"
 PROGRESS_FORMS = ("auto", "json", "none")
 INJECT_FORMS = ("auto", "always", "never")
 MODE_FORMS = ("driver", "staged")
+STORE_FORMS = ("off", "on")
+ARCHIVE_FORMS = ("embedded", "reference")
+_FORMS = {
+    "progress": PROGRESS_FORMS,
+    "inject": INJECT_FORMS,
+    "mode": MODE_FORMS,
+    "store": STORE_FORMS,
+    "archive": ARCHIVE_FORMS,
+}
 
 
 class Settings:
     """What an administrator may set, with the defaults."""
 
     __slots__ = (
+        "archive",
         "deadline_checkpoint_s",
         "deadline_freeze_s",
         "deadline_restore_s",
@@ -30,6 +40,8 @@ class Settings:
         "progress",
         "run_dir",
         "staging_reserve",
+        "store",
+        "store_dir",
     )
 
     def __init__(self) -> None:
@@ -41,6 +53,9 @@ class Settings:
         self.inject = "auto"
         self.mode = "driver"
         self.staging_reserve = 0  # bytes
+        self.store = "off"  # checkpoints hold secrets and take room: nobody keeps them who has not asked for it
+        self.archive = "embedded"
+        self.store_dir = "/var/lib/vgpu/store"
         self.driver_dir: str | None = None
         self.log: str | None = None
         self.run_dir = "/run/vgpu"
@@ -86,14 +101,13 @@ def _take(settings: Settings, key: str, value: str) -> str | None:
         if seconds is None:
             return f"must be a number of seconds above 0, not '{value}'"
         setattr(settings, key, seconds)
-    elif key in ("low_level_runtime", "driver_dir", "log", "run_dir", "library_dir"):
+    elif key in ("low_level_runtime", "driver_dir", "log", "run_dir", "library_dir", "store_dir"):
         if not value.startswith("/"):
             return f"must be an absolute path, not '{value}'"
         setattr(settings, key, value.rstrip("/") or "/")
-    elif key in ("progress", "inject", "mode"):
-        forms = {"progress": PROGRESS_FORMS, "inject": INJECT_FORMS, "mode": MODE_FORMS}[key]
-        if value not in forms:
-            return f"must be one of {', '.join(forms)}, not '{value}'"
+    elif key in _FORMS:
+        if value not in _FORMS[key]:
+            return f"must be one of {', '.join(_FORMS[key])}, not '{value}'"
         setattr(settings, key, value)
     elif key == "staging_reserve":
         size = bytes_of(value)

@@ -14,6 +14,8 @@ The steps, and what a crash after each leaves behind (the lease is the agent's, 
 7. seal         index, record, manifest, signature                        the same; a whole image
 8. end          SIGKILL, delete: the commit                                a whole image
 
+After 8 the checkpoint is kept in the store where the settings want that; a failure there changes nothing (store_side.py).
+
 With --leave-running there is no 5 and 8: after 6 the GPU side is thawed and 7 happens beside the running application.
 With --tcp-established CRIU itself must end the processes, or their peers would see the connections close; then a
 failing 7 cannot bring the container back, and the error says so (docs/decisions/0003-hold-then-kill.md).
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +39,8 @@ from image_format.keys import load_signing_key
 from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
 from oci_hook.control_directory import forget_container
-from runtime_shim import debug_log, freezer, state_file
+from runtime_shim import debug_log, freezer, seen, state_file, store_side
+from runtime_shim.parent_side import ParentCheckpoint, leased_parent
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
 from runtime_shim.record_building import build_record
@@ -54,6 +58,7 @@ from vgpu_errors import (
 
 if TYPE_CHECKING:
     from image_format.keys import SigningKey
+    from image_format.record import Record
     from oci_hook.settings import Settings
     from runtime_shim.arguments import Arguments
     from runtime_shim.low_level import LowLevel
@@ -118,13 +123,18 @@ class _Checkpoint:
         self.progress = Progress(settings)
         self.clock = PhaseLog()
         self.processes: tuple[GpuProcess, ...] = ()
+        self.generation = 0
+        self.parent: ParentCheckpoint | None = None
         self.lease = ""
         self.staged = StagedSide(target, settings, self.image_path, leaves_running=self.leaves_running)
 
     def run(self) -> int:
         """All steps in their order, undone from the last one back where one fails."""
         key = self.prepare()
-        with Undo() as undo:
+        with (
+            leased_parent(self.settings, self.target.id, is_wanted=self.staged.is_wanted) as self.parent,
+            Undo() as undo,
+        ):
             self.lift_pause(undo)
             self.make_room()
             self.freeze_gpu(undo)
@@ -134,6 +144,7 @@ class _Checkpoint:
                 self.say_undo_failures(undo)
                 return status
             self.finish(key, undo)
+        store_side.keep(self.settings, self.image_path, self.target.id, self.progress, self.clock)
         self.remember()
         return 0
 
@@ -141,6 +152,7 @@ class _Checkpoint:
 
     def prepare(self) -> SigningKey:
         """Everything that can be refused is refused here, while nothing has been touched."""
+        store_side.refuse_reference_without_store(self.settings)
         key = load_signing_key()
         self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=look_s(self.settings)))
         return key
@@ -174,7 +186,7 @@ class _Checkpoint:
             "cgroup": self.target.cgroup,
             "deadline_s": self.settings.deadline_freeze_s,
             "unfreeze_cgroup": freezer.folder_of(self.target.cgroup),
-            **self.staged.freeze_args(),
+            **self.staged.freeze_args(self.parent),
         }
         deadline_s = self.settings.deadline_freeze_s + self.staged.copy_s + ANSWER_S
         with self.progress.phase("freeze GPU processes"):
@@ -236,14 +248,16 @@ class _Checkpoint:
         with self.progress.phase("seal"), self.clock("seal"):
             try:
                 vram = self.staged.collect(self.agent, self.progress, self.clock)
-                seal(self.image_path, self.record(), key, on_progress=self.progress.bytes, vram=vram)
+                record = self.with_parent(self.record(), vram)
+                seal(self.image_path, record, key, on_progress=self.progress.bytes, vram=vram)
+                self.generation = record.generation
             except BaseException as problem:
                 remove_old_seal(self.image_path)
                 if self.ends_by_criu:
                     problem.add_note(f"CRIU had ended the container already; its images are kept in {self.image_path}")
                 raise
 
-    def record(self) -> Any:
+    def record(self) -> Record:
         """The record of this checkpoint."""
         name, version = self.low_level.name, self.low_level.version()
         record = build_record(
@@ -257,6 +271,12 @@ class _Checkpoint:
             phases=[Phase(phase, seconds) for phase, seconds in self.clock.taken],
         )
         return self.staged.with_objects(record, self.processes)
+
+    def with_parent(self, record: Record, fragment: Path | None) -> Record:
+        """The record names the checkpoint that this one has packs of."""
+        if self.parent is None or not self.parent.shares_with(fragment):
+            return record
+        return replace(record, parents=(self.parent.entry,))
 
     def release(self, *, keep: bool) -> None:
         """Give the lease back: the processes are gone (keep), or go on.
@@ -297,6 +317,7 @@ class _Checkpoint:
 
     def remember(self) -> None:
         """`vgpu ps` shows the last checkpoint; the next one counts on."""
+        seen.note(self.settings, self.target.id, self.generation)
         state_file.note_checkpoint(self.target.id, str(self.image_path), seconds=round(self.clock.seconds, 3))
         self.clock.write(self.settings, "checkpoint", self.target.id)
 
@@ -310,7 +331,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def remove_dump(image_path: Path) -> None:
-    """Take away CRIU's images, so that nothing there passes for a checkpoint; logs stay for the user."""
+    """Take away CRIU's images, so that nothing there passes for a checkpoint; logs stay for the user.
+
+    What has another name in the store goes too: nobody may write over it.
+    """
     for entry in os.scandir(image_path):
-        if entry.is_file(follow_symlinks=False) and (entry.name.endswith(".img") or is_ours(entry.name)):
+        is_shared = entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_nlink > 1
+        is_image = entry.name.endswith(".img") or is_ours(entry.name)
+        if is_shared or (is_image and entry.is_file(follow_symlinks=False)):
             Path(entry.path).unlink()

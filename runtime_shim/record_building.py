@@ -1,6 +1,6 @@
 """Builds the checkpoint record from what the agent, the bundle and the low-level runtime say.
 
-Pure but for the clock. Hashes nothing and writes nothing: content root and region summary are filled in by sealing.
+Pure but for the clock and the generations that the node remembers. Hashes nothing and writes nothing: content root and region summary are filled in by sealing.
 Called by checkpoint.py (spec/record.md).
 """
 
@@ -14,6 +14,7 @@ from gpu_state.fitness import requirements_from
 from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from image_format import security_config
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
+from image_format.seen_generations import SeenGenerations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def build_record(
     used = {uuid for process in processes for uuid in process.devices}
     return Record(
         created=now_rfc3339(),
-        generation=int(state.get("generation") or 0) + 1,
+        generation=_next_generation(container_id, state),
         container=_container(container_id, config, state),
         low_level_runtime=runtime,
         processes=tuple(map(process_entry, processes)),
@@ -59,6 +60,11 @@ def build_record(
         security=security_config.project(dict(config), bundle=bundle, container_id=container_id),
         phases=tuple(phases),
     )
+
+
+def _next_generation(container_id: str, state: Mapping[str, Any]) -> int:
+    """One more than any this node knows of the container, also where it was set back to an older one meanwhile."""
+    return max(int(state.get("generation") or 0), SeenGenerations().newest(container_id) or 0) + 1
 
 
 def preload_build(state: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,8 @@
 """The `restore` verb: the gates first, then the low-level runtime's restore, then the GPU side.
 
 The gates, in this order; nothing is touched before all of them have passed (docs/security-model.md):
-1. signature against the node's policy   2. digests of every file   3. security-relevant configuration   4. fitness
+1. signature against the node's policy, and its freshness   2. digests of every file, after what a reference lacks was
+brought back from the store   3. security-relevant configuration   4. fitness
 What gates 3 and 4 find is listed all at once. A failed gate leaves the image as it was and the container removable.
 
 Restores a container without a GPU, and without a record of ours beside its images, as if this program were not there.
@@ -25,7 +26,7 @@ from image_format.policy import Policy
 from image_format.verifying import verify_directory
 from oci_hook.bundle_file import BundleFile
 from oci_hook.gpu_detection import is_gpu_container
-from runtime_shim import debug_log, freezer, state_file
+from runtime_shim import debug_log, freezer, seen, state_file, store_side
 from runtime_shim.guard import Guard, end_container
 from runtime_shim.injection import injected_bundle
 from runtime_shim.phase_log import PhaseLog
@@ -91,7 +92,7 @@ class _Restore:
         # None only under the policy allow-unsigned, for images that carry no documents of ours.
         with self.clock("verify"):
             # Packs of GPU memory are proved on the GPU, chunk by chunk, before any process sees them (prefill, thaw).
-            self.record = verify_directory(self.image_path, Policy.load(), defer_vram=True).record
+            self.record = self.verify()
         with AgentClient.connect(deadline_s=self.look_s()) as self.agent:
             if self.record is not None:
                 with self.clock("gates"):
@@ -99,8 +100,20 @@ class _Restore:
                 self.begin_prefill(self.record)
             with self.guard:
                 done = self.bring_back()
+        if self.record is not None and self.has_thawed:
+            seen.note(self.settings, self.record.container.id, self.record.generation)
         self.clock.write(self.settings, "restore", self.id)
         return done.status
+
+    def verify(self) -> Record | None:
+        """Gates 1 and 2."""
+        policy = Policy.load()
+        store_side.bring_back(self.settings, self.image_path, self.id, policy)
+        verified = verify_directory(self.image_path, policy, defer_vram=True)
+        seen.check(verified, policy, self.settings, where=str(self.image_path))
+        if verified.record is not None:
+            store_side.refuse_writing_to_images(self.call)
+        return verified.record
 
     def bring_back(self) -> Finished:
         """The CPU side, then the GPU side."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpu_state.processes import GpuProcess
     from image_format.record import ProcessEntry, Record
     from oci_hook.settings import Settings
+    from runtime_shim.parent_side import ParentCheckpoint
     from runtime_shim.phase_log import PhaseLog
     from runtime_shim.progress import Progress
     from runtime_shim.target import Target
@@ -48,11 +49,12 @@ class StagedSide:
         """What copying beside the running application may take, before anything stops."""
         return self._settings.deadline_checkpoint_s if self.is_wanted else 0.0
 
-    def freeze_args(self) -> dict[str, Any]:
+    def freeze_args(self, parent: ParentCheckpoint | None) -> dict[str, Any]:
         """More arguments of `freeze`."""
         if not self.is_wanted:
             return {}
-        return {
+        parents = {"parents": [str(parent.directory)]} if parent is not None else {}
+        return parents | {
             "image_path": str(self._image_path),
             "leave_running": self._leaves_running,
             "copy_deadline_s": self.copy_s,
