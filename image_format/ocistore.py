@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from image_format import canonical_json
 from image_format.archive import FileSource, RewindableSource
@@ -116,6 +116,18 @@ def checkpoint_layer(layout: Layout) -> Blob:
     if len(layers) != 1 or not layers[0].text("mediaType").startswith(LAYER_PREFIX):
         raise NoSuchImage(path=layout.where, what=f"a checkpoint image has one tar layer, this one has {len(layers)}")
     return Blob.from_json(layers[0])
+
+
+def image_documents(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Manifest and config of the one image in the layout, as they are."""
+    manifests = _document(layout, INDEX_NAME, None).objects("manifests")
+    images = [entry for entry in manifests if entry.text("mediaType") == MANIFEST_TYPE]
+    if len(images) != 1:
+        raise NoSuchImage(path=layout.where, what=f"it holds {len(images)} images; name a layout with one")
+    blob = Blob.from_json(images[0])
+    manifest = _document(layout, _blob_name(blob), blob)
+    config_blob = Blob.from_json(manifest.object("config"))
+    return manifest.whole(), _document(layout, _blob_name(config_blob), config_blob).whole()
 
 
 @contextlib.contextmanager
