@@ -1,27 +1,32 @@
 """Says what a SOURCE on the command line is, and verifies or reads it accordingly.
 
-A directory, an engine's archive, an OCI layout or oci-archive, or an image in podman's storage; in this order, so that
-a path always wins over an image of the same name. `vgpu inspect` and `vgpu verify` call it.
+A directory, an engine's archive, an OCI layout or oci-archive; else a checkpoint of the node's store, by digest,
+container or `container:generation`; else an image in podman's storage. In this order, so that a path always wins over
+a name. An image in a registry is read through a client that the caller opens, because only he knows how to reach it.
+`vgpu inspect`, `vgpu diff` and `vgpu verify` call it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_format import archive, ocistore, seal_documents
+from image_format import archive, containerd_archive, ocistore, remote_documents
 from image_format.archive import ArchiveClaims, Outside, VerifiedArchive
 from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
 from image_format.hashing import open_plain
+from image_format.store import Store
 from image_format.verifying import Directory, verify_directory
-from vgpu_errors import UnexpectedEntry, Unsigned
+from vgpu_errors import NoSuchCheckpoint, NoSuchImage, NotARecipient, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from image_format.policy import Policy
+    from image_format.registry import Registry
 
 INNER_FOLDER = "checkpoint"
 
@@ -43,13 +48,21 @@ class ClaimedSource:
 
 
 def verify(
-    source: str, policy: Policy, *, threads: int | None = None, on_progress: Callable[[int, int], None] | None = None
+    source: str,
+    policy: Policy,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    store_root: Path | str | None = None,
 ) -> VerifiedSource:
-    """Verify a checkpoint wherever it lies."""
+    """Verify a checkpoint wherever it lies; names are looked up in the store where its folder is given."""
     path = Path(source)
     if path.is_dir() and not ocistore.is_oci_layout(path):
         folder = _checkpoint_folder(path)
         return VerifiedSource("directory", _verify_folder(folder, policy, threads, on_progress))
+    if containerd_archive.find_index(path) is not None:
+        result = containerd_archive.verify_file(path, policy, threads=threads, on_progress=on_progress)
+        return VerifiedSource("containerd archive", result)
     layout = _layout(path)
     if layout is not None:
         with ocistore.open_layer(layout) as layer:
@@ -58,6 +71,10 @@ def verify(
         return VerifiedSource("OCI image", result)
     if path.exists():
         return VerifiedSource("archive", archive.verify_archive(path, policy, threads=threads, on_progress=on_progress))
+    digest = _find_stored(source, store_root)
+    if digest is not None and store_root is not None:
+        with _open_store(store_root).lease(digest, "verify") as folder:
+            return VerifiedSource("store", _verify_folder(folder, policy, threads, on_progress))
     with ocistore.mounted_image(source) as root:
         result = _verify_folder(root / INNER_FOLDER, policy, threads, on_progress)
         record = result.verified.record
@@ -66,20 +83,51 @@ def verify(
         return VerifiedSource("podman image", replace(result, outside=outside, config_differences=differences))
 
 
-def read_claims(source: str) -> ClaimedSource:
+def read_claims(source: str, *, store_root: Path | str | None = None) -> ClaimedSource:
     """Read what a checkpoint says of itself, to be shown and not to be used."""
     path = Path(source)
     if path.is_dir() and not ocistore.is_oci_layout(path):
         return ClaimedSource("directory", _read_folder(_checkpoint_folder(path)))
+    if containerd_archive.find_index(path) is not None:
+        return ClaimedSource("containerd archive", containerd_archive.read_file_claims(path))
     layout = _layout(path)
     if layout is not None:
         with ocistore.open_layer(layout) as layer:
             return ClaimedSource("OCI image", archive.read_stream_claims(layer, where=source))
     if path.exists():
         return ClaimedSource("archive", archive.read_archive_claims(path))
+    digest = _find_stored(source, store_root)
+    if digest is not None and store_root is not None:
+        return ClaimedSource("store", _read_folder(_open_store(store_root).directory_of(digest)))
     with ocistore.mounted_image(source) as root:
         claims = _read_folder(root / INNER_FOLDER)
         return ClaimedSource("podman image", replace(claims, outside=claims.outside + _beside(root)))
+
+
+def read_remote_claims(registry: Registry) -> ClaimedSource:
+    """The same for an image in a registry; fetches the sealed documents and no pack."""
+    where = str(registry.reference)
+    manifest = remote_documents.find(registry, registry.get_manifest()[0], where=where)
+    remote = remote_documents.read(registry, manifest, where=where) if manifest is not None else None
+    if remote is None:
+        raise NoSuchImage(path=where, what="it is no checkpoint artifact, nor an index that names one")
+    if remote.encrypted is not None:
+        recipients = ", ".join(entry.key_id for entry in remote.encrypted.recipients)
+        raise NotARecipient(where=where, recipients=recipients, remedy="'vgpu pull --identity KEY' decrypts it.")
+    return ClaimedSource("registry image", ArchiveClaims(remote.documents, (), "none", where))
+
+
+def _open_store(root: Path | str) -> Store:
+    return Store.open(root, create=False)
+
+
+def _find_stored(word: str, root: Path | str | None) -> str | None:
+    """The digest of the checkpoint that the store knows by this word; None where there is no store, or no such one."""
+    if root is None:
+        return None
+    with contextlib.suppress(NoSuchImage, NoSuchCheckpoint, PermissionError):
+        return _open_store(root).find(word).manifest_digest
+    return None
 
 
 def _layout(path: Path) -> ocistore.Layout | None:
@@ -107,8 +155,7 @@ def _read_folder(folder: Path) -> ArchiveClaims:
         documents = directory.documents()
     if not documents:
         raise Unsigned(where=folder)
-    claimed = seal_documents.read_claimed(documents, where=str(folder))
-    return ArchiveClaims(claimed, documents, _unsigned_files(folder), "none")
+    return ArchiveClaims(documents, _unsigned_files(folder), "none", str(folder))
 
 
 def _read_spec(root: Path) -> bytes | None:

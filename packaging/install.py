@@ -1,7 +1,7 @@
 """Installs vgpu-snapshot from the working tree into a root, or removes it again. Standard library only.
 
 The packages go to /usr/lib/vgpu-snapshot, where their generic names meet nobody else's, with four entry scripts in
-/usr/bin. A manifest lists every file, so that `--uninstall` removes exactly these and nothing that grew beside them
+/usr/bin; man pages and shell completions, made from the programs' own command lines, go where each is looked for. A manifest lists every file, so that `--uninstall` removes exactly these and nothing that grew beside them
 (keys, settings and images are the node's own). Refuses to replace a file of /usr/bin that it did not install.
 Called by `make install`, `make package` and the test hosts (tests/hosts/project.py).
 
@@ -15,11 +15,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIBRARY = Path("usr/lib/vgpu-snapshot")
 MANIFEST = LIBRARY / "installed-files.txt"
+MAN = Path("usr/share/man")
+COMPLETIONS = {
+    "bash": Path("usr/share/bash-completion/completions/vgpu"),
+    "zsh": Path("usr/share/zsh/vendor-completions/_vgpu"),
+    "fish": Path("usr/share/fish/vendor_completions.d/vgpu.fish"),
+}
 PACKAGES = (
     "vgpu_errors",
     "image_format",
@@ -28,6 +35,7 @@ PACKAGES = (
     "runtime_shim",
     "podman_integration",
     "containerd_integration",
+    "docker_integration",
     "vgpu_cli",
 )
 ENTRIES = {
@@ -71,8 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def install(options: argparse.Namespace) -> None:
     """Put everything in place of an older installation, whose preload builds stay: checkpoints name them by build id."""
+    with tempfile.TemporaryDirectory() as made:
+        install_plan(options, planned_files(options) | made_files(Path(made)))
+
+
+def install_plan(options: argparse.Namespace, plan: dict[Path, Path | None]) -> None:
+    """Put the planned files in place."""
     root = options.destdir
-    plan = planned_files(options)
     refuse_foreign_entries(root)
     older = older_preload_builds(root) - set(plan)
     write_manifest(root, sorted({*plan, *older, *installed_files(root)}))
@@ -99,6 +112,23 @@ def planned_files(options: argparse.Namespace) -> dict[Path, Path | None]:
         for libc in ("glibc", "musl"):
             plan |= tree(builds / libc, LIBRARY / "preload" / libc)
     plan |= {Path("usr/bin") / name: None for name in ENTRIES}
+    return plan
+
+
+def made_files(folder: Path) -> dict[Path, Path | None]:
+    """Write the man pages and completion scripts into the folder; target below destdir -> file there."""
+    sys.path.insert(0, str(REPOSITORY))
+    os.environ["NO_COLOR"] = "1"  # argparse of Python 3.14 colours its help on a terminal
+    from tools import man_pages  # noqa: PLC0415 - they load the whole command line, which --uninstall does not need
+    from vgpu_cli.command_tree import tree as command_tree  # noqa: PLC0415
+    from vgpu_cli.completion import script  # noqa: PLC0415
+    from vgpu_cli.main import full_parser  # noqa: PLC0415
+
+    plan: dict[Path, Path | None] = {MAN / page: folder / page for page in man_pages.write(folder)}
+    commands = command_tree(full_parser())
+    for shell, target in COMPLETIONS.items():
+        (folder / shell).write_text(script(shell, commands), encoding="utf-8")
+        plan[target] = folder / shell
     return plan
 
 

@@ -1,42 +1,39 @@
 """Entry point of `vgpu`: finds the verb, runs it, turns an error into a message and an exit code.
 
-A verb is a module in `vgpu_cli/verbs` with `HELP`, `add_arguments(parser)` and `run(args, out) -> exit code`.
-Only the chosen verb is imported; the help texts of the others are read from their source.
-Errors are printed here and nowhere else: two lines on stderr, or one JSON document on stdout with `--json`.
+A verb is a module in `vgpu_cli/verbs`; putting it there is all that adds one. It has
+    HELP          one line, lower case, no full stop: `vgpu --help` lists it
+    DESCRIPTION   a paragraph for `vgpu VERB --help` and the man page
+    EXAMPLES      pairs of a command and what it does: (("vgpu verify x.tar", "check an archive"),)
+    NO_JSON       only where the verb prints no document with `--json`: why
+    add_arguments(parser)
+    run(args, out) -> exit code
+and, unless it has NO_JSON, a schema `spec/<verb>-output.schema.json` of what `out.json(...)` prints.
+The four texts are literals: they are read from the source, so that only the chosen verb is imported.
+Actions below a verb (`vgpu trust add`) are made with `parsing.add_actions` and `parsing.add_action`.
+Errors are printed here and nowhere else: two lines on stderr, or one JSON document on stdout with `--json`
+(spec/error-output.schema.json).
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from vgpu_cli.output import Output
-from vgpu_errors import NodeError, ToolMissing, UserError, VgpuError
+from vgpu_cli.output import Output, json_text, printable
+from vgpu_cli.parsing import Parser, add_common, examples_text, paragraph
+from vgpu_errors import NodeError, ToolMissing, VgpuError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-HELP_WIDTH = 100
 VERBS_FOLDER = Path(__file__).parent / "verbs"
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises for a wrong command line, so that every error leaves through one door."""
-
-    def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", _help_format)
-        super().__init__(**settings)
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse itself."""
-        raise UserError(what=f"{self.prog}: {message}", remedy=f"'{self.prog} --help' lists what it takes.")
+TEXTS = ("HELP", "DESCRIPTION", "EXAMPLES", "NO_JSON")
+DESCRIPTION = "Checkpoint, sign, ship and restore GPU containers with the engine's own commands."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,36 +71,59 @@ def verbs() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in VERBS_FOLDER.glob("*.py") if not path.stem.startswith("_")))
 
 
-def help_of(verb: str) -> str:
-    """The module's `HELP`, read without running the module."""
+def texts_of(verb: str) -> dict[str, Any]:
+    """The module's texts, read without running the module."""
     import ast  # noqa: PLC0415 - only the help pages need it
 
     tree = ast.parse((VERBS_FOLDER / f"{verb}.py").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and any(getattr(name, "id", "") == "HELP" for name in statement.targets):
-            return str(ast.literal_eval(statement.value))
-    return ""
+        if isinstance(statement, ast.Assign):
+            names = {getattr(target, "id", "") for target in statement.targets} & set(TEXTS)
+            found |= {name: ast.literal_eval(statement.value) for name in names}
+    return found
+
+
+def help_of(verb: str) -> str:
+    """The one line on a verb."""
+    return str(texts_of(verb).get("HELP", ""))
 
 
 def build_parser(verb: str | None) -> Parser:
     """The parser with the arguments of one verb; without a verb, with the list of all."""
-    parser = Parser(
-        prog="vgpu",
-        description="Checkpoint, sign, ship and restore GPU containers with the engine's own commands.",
-        epilog="'vgpu VERB --help' explains one verb.",
-    )
-    _add_common(parser, is_top=True)
-    sub = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    parser, sub = _top_parser()
     if verb is not None:
-        module = importlib.import_module(f"vgpu_cli.verbs.{verb}")
-        verb_parser = sub.add_parser(verb, help=module.HELP, description=module.HELP)
-        _add_common(verb_parser, is_top=False)
-        module.add_arguments(verb_parser)
-        verb_parser.set_defaults(run=module.run)
+        _add_verb(sub, verb)
         return parser
     for name in verbs():
         sub.add_parser(name, help=help_of(name))
     return parser
+
+
+def full_parser() -> Parser:
+    """The parser with the arguments of every verb, for shell completion and man pages."""
+    parser, sub = _top_parser()
+    for name in verbs():
+        _add_verb(sub, name)
+    return parser
+
+
+def _top_parser() -> tuple[Parser, Any]:
+    parser = Parser(prog="vgpu", description=DESCRIPTION, epilog="'vgpu VERB --help' explains one verb.")
+    add_common(parser, is_top=True)
+    return parser, parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+
+
+def _add_verb(sub: Any, verb: str) -> None:
+    module = importlib.import_module(f"vgpu_cli.verbs.{verb}")
+    description = paragraph(getattr(module, "DESCRIPTION", module.HELP))
+    if reason := getattr(module, "NO_JSON", ""):
+        description += "\n\n" + paragraph(f"With --json it prints no document: {reason}")
+    epilog = examples_text(getattr(module, "EXAMPLES", ()))
+    parser = sub.add_parser(verb, help=module.HELP, description=description, epilog=epilog)
+    add_common(parser)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def chosen_verb(arguments: Sequence[str]) -> str | None:
@@ -126,30 +146,14 @@ def _run(arguments: list[str]) -> int:
     return int(code)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, is_top: bool) -> None:
-    """Both places take the options; the verb's copy must not overwrite what stood before the verb."""
-    no_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--json", action="store_true", default=False if is_top else no_default, help="print one JSON document"
-    )
-    parser.add_argument(
-        "--etc", metavar="DIR", default="/etc/vgpu" if is_top else no_default, help="settings (default: /etc/vgpu)"
-    )
-
-
 def _report(error: VgpuError, is_json: bool) -> int:
     if is_json:
-        print(json.dumps({"error": error.to_json()}, ensure_ascii=False), flush=True)
+        print(json_text({"error": error.to_json()}), flush=True)
     else:
         notes = [f"  note: {note}" for note in getattr(error, "__notes__", [])]
         lines = [f"vgpu: error: {error.message}", *notes, f"  what to do: {error.remedy}"]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("\n".join(map(printable, lines)), file=sys.stderr, flush=True)
     return error.exit_code
-
-
-def _help_format(prog: str) -> argparse.HelpFormatter:
-    # A fixed width makes the help blocks in the documentation reproducible.
-    return argparse.HelpFormatter(prog, width=HELP_WIDTH)
 
 
 if __name__ == "__main__":

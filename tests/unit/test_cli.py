@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vgpu_cli import VERSION
-from vgpu_cli.main import build_parser, chosen_verb, help_of, main, verbs
+from vgpu_cli.main import build_parser, chosen_verb, full_parser, help_of, main, texts_of, verbs
 from vgpu_cli.output import Output, plain_table
 from vgpu_errors import NeedsRoot, ToolMissing, UserError, VgpuError
 
@@ -81,6 +82,23 @@ def test_every_verb_explains_itself(name):
     assert done.stdout.startswith(f"usage: vgpu {name}")
 
 
+@pytest.mark.parametrize("name", verbs())
+def test_every_verb_has_a_line_a_paragraph_and_examples_that_parse(name):
+    texts = texts_of(name)
+    line, paragraph, examples = texts.get("HELP", ""), texts.get("DESCRIPTION", ""), texts.get("EXAMPLES", ())
+    assert line[:1].islower()
+    assert not line.endswith(".")
+    assert len(line) < 90
+    assert paragraph.endswith(".")
+    assert len(paragraph) > len(line)
+    assert examples
+    for command, what in examples:
+        assert what
+        words = shlex.split(command.partition("<(")[2].rstrip(")") or command.partition(" > ")[0])
+        assert words.pop(0) == "vgpu", command
+        assert full_parser().parse_args(words).verb == name
+
+
 @pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in verbs()]])
 def test_help_loads_nothing_heavy(arguments):
     script = (
@@ -120,7 +138,7 @@ def test_global_options_stand_before_or_behind_the_verb(arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["setup", "docker"], ["--unknown", "version"], ["setup", "--low-level-runtime"]]
+    "arguments", [[], ["nothing"], ["setup", "lxc"], ["--unknown", "version"], ["setup", "--low-level-runtime"]]
 )
 def test_wrong_command_line_is_a_user_error_with_a_remedy(arguments, capsys):
     assert main(arguments) == UserError.exit_code

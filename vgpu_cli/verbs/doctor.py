@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "check this node, or one container, and say what to mend"
+DESCRIPTION = (
+    "Looks at this node (driver, agent, CRIU, low-level runtime, engine, cgroups, keys, space), or at one container, and "
+    "says what stands in the way of a checkpoint, with the object, the rule it breaks and the remedy. Changes nothing, "
+    "but starts the agent where it does not run. Exit code 20 says that something must be mended."
+)
+EXAMPLES = (("vgpu doctor", "check this node"), ("vgpu doctor train", "check the container named train"))
 
 RUNTIME_PATH = "/usr/bin/vgpu-runtime"
 CONTAINERS_CONF = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
@@ -166,10 +172,10 @@ def _registered_path() -> str | None:
     for file in [*map(Path, CONTAINERS_CONF), *(path for folder in folders for path in sorted(folder))]:
         try:
             runtimes = tomllib.loads(file.read_text()).get("engine", {}).get("runtimes", {})
-        except (OSError, ValueError):
+            paths = runtimes.get("vgpu-runtime")
+            found = str(paths[0]) if paths else found
+        except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
             continue
-        paths = runtimes.get("vgpu-runtime")
-        found = paths[0] if paths else found
     return found
 
 

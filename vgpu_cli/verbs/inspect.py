@@ -1,191 +1,164 @@
 """`vgpu inspect SOURCE`: what a checkpoint says of itself, who signed it, and whether it would run here.
 
 Reads the sealed documents only, not the content (`vgpu verify` does). Shows claims even of a checkpoint that nobody
-vouches for, and says so. Output: spec/inspect-output.schema.json.
+vouches for, and says so. `inspection` gathers, here are the tables. Output: spec/inspect-output.schema.json.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vgpu_errors import ImageError, Unsigned, UntrustedKey, VgpuError
+from vgpu_cli import inspection
+from vgpu_cli.wording import count_text, short_text, size_text
 
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import Policy
-    from image_format.record import Record
-    from image_format.source import ClaimedSource
     from vgpu_cli.output import Output
 
 HELP = "show what is in a checkpoint, who signed it, and whether it fits this node"
+DESCRIPTION = (
+    "Shows what a checkpoint says of itself: the container, when and how it was frozen, its processes, GPUs, files and "
+    "GPU memory with their sizes, who signed it and whether this node trusts that key, what no signature covers, and "
+    "whether it would run here. The content is not read and nothing is trusted or changed; 'vgpu verify' checks every byte."
+)
+EXAMPLES = (
+    ("vgpu inspect /var/tmp/train.tar", "show an exported checkpoint"),
+    ("vgpu inspect --all --no-fitness train.tar", "show every file and GPU object, without asking the node agent"),
+    ("vgpu inspect train:3", "show generation 3 of a container in the store"),
+    (
+        "vgpu inspect registry.example/team/train:1",
+        "show a pushed checkpoint, of which the small documents alone are fetched",
+    ),
+    ("vgpu --json inspect train.tar", "the same for programs"),
+)
 
-AGENT_DEADLINE_S = 15.0
+SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The source, and whether to ask the agent."""
-    parser.add_argument("source", metavar="SOURCE", help="directory, archive, OCI layout, oci-archive, or image name")
+    """The source, how much of it, and whether to ask the agent."""
+    parser.add_argument("source", metavar="SOURCE", help=inspection.SOURCES)
+    parser.add_argument("--all", action="store_true", help="list every region, not the largest alone")
     parser.add_argument("--no-fitness", action="store_true", help="do not ask the node agent what this node offers")
+    inspection.add_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the claims; exit code 0 says that they could be read, nothing more."""
-    from image_format import source  # noqa: PLC0415 - cryptography and blake3 take 60 ms, only this verb needs them
-    from image_format.policy import Policy  # noqa: PLC0415
+    from image_format.policy import Policy  # noqa: PLC0415 - cryptography takes 40 ms, only this verb needs it
 
-    found = source.read_claims(args.source)
-    signature = check_signature(args.source, found, Policy.load(args.etc))
-    fitness = {"state": "skipped"} if args.no_fitness else check_fitness(found.claims.claimed.record)
-    doc = describe(args.source, found, signature, fitness)
+    found, claimed, signature = inspection.look(args.source, args, Policy.load(args.etc))
+    fitness = {"state": "skipped"} if args.no_fitness else inspection.check_fitness(claimed.record)
+    doc = inspection.describe(args.source, found, claimed, signature, fitness)
     out.json(doc)
-    _print(doc, out)
+    if not out.is_json:
+        _print(doc, out, shown=None if args.all else SHOWN)
     return 0
 
 
-def describe(name: str, found: ClaimedSource, signature: dict[str, Any], fitness: dict[str, Any]) -> dict[str, Any]:
-    """The `--json` document."""
-    claims, index = found.claims, found.claims.claimed.index
-    zero_bytes = sum(chunk.length for chunk in index.chunks if chunk.stored_length == 0)
-    return {
-        "source": name,
-        "kind": found.kind,
-        "compression": claims.compression,
-        "signature": signature,
-        "record": claims.claimed.record.to_json(),
-        "content": {
-            "files": len(index.files),
-            "bytes": sum(region.length for region in index.regions),
-            "gpuObjects": len(index.vram),
-            "gpuBytes": sum(region.length for region in index.vram),
-            "zeroBytes": zero_bytes,
-            "chunks": len(index.chunks),
-            "chunkSize": index.chunk_size,
-            "largest": [{"name": name, "bytes": size} for size, name in _largest(found)],
-        },
-        "outside": [{"name": member.name, "bytes": member.size} for member in claims.outside],
-        "fitness": fitness,
-    }
-
-
-def check_signature(name: str, found: ClaimedSource, policy: Policy) -> dict[str, Any]:
-    """Whether the documents (not the content) are vouched for."""
-    from image_format import seal_documents  # noqa: PLC0415
-
-    documents = found.claims.documents
-    try:
-        claims = seal_documents.check(documents, policy, where=name)
-    except Unsigned:
-        return {"state": "unsigned", "what": "nobody vouches for this checkpoint"}
-    except UntrustedKey as error:
-        hint = seal_documents.signer_hint(documents, where=name)
-        return {"state": "unknown key", "keyId": hint, "what": error.message}
-    except ImageError as error:
-        return {"state": "invalid", "what": error.message}
-    if claims is None or claims.key is None:
-        return {"state": "unsigned", "what": "nobody vouches for this checkpoint; the policy of this node allows that"}
-    entry = claims.key
-    return {
-        "state": "trusted",
-        "keyId": entry.key.key_id,
-        "keyName": entry.name,
-        "manifestDigest": claims.manifest_digest,
-    }
-
-
-def check_fitness(record: Record) -> dict[str, Any]:
-    """Ask the agent what this node offers, and compare; without an agent say so."""
-    from gpu_state import fitness, node_facts  # noqa: PLC0415
-    from gpu_state.client import AgentClient  # noqa: PLC0415
-    from oci_hook.settings import read_settings  # noqa: PLC0415
-
-    try:
-        with AgentClient.connect(deadline_s=AGENT_DEADLINE_S) as agent:
-            args = {"runtime": read_settings(is_strict=False).low_level_runtime}
-            facts = node_facts.NodeFacts.from_json(agent.request("facts", args, deadline_s=AGENT_DEADLINE_S))
-    except (VgpuError, ValueError, OSError) as error:
-        return {"state": "unknown", "what": f"this node could not be looked at: {error}"}
-    found = fitness.findings(record, facts)
-    state = "unfit" if fitness.musts(found) else "fit"
-    return {"state": state, "findings": [finding.to_json() for finding in found]}
-
-
-def _largest(found: ClaimedSource) -> list[tuple[int, str]]:
-    return sorted(((region.length, region.name) for region in found.claims.claimed.index.files), reverse=True)[:5]
-
-
-# ---- for people ----------------------------------------------------------------------------------
-
-
-def _print(doc: dict[str, Any], out: Output) -> None:
+def _print(doc: dict[str, Any], out: Output, *, shown: int | None) -> None:
     out.table("Checkpoint", ["what", "value"], _summary_rows(doc))
-    record, fitness = doc["record"], doc["fitness"]
-    rows = [
-        [entry["nsPid"], entry["comm"], entry["mode"], ", ".join(entry["devices"]), _size(entry.get("gpuBytes"))]
-        for entry in record["processes"]
-    ]
-    out.table("GPU processes", ["pid", "command", "mode", "devices", "GPU memory"], _as_text(rows))
-    rows = [[entry["uuid"], entry["name"], _size(entry["memoryBytes"])] for entry in record["devices"]]
-    out.table("Devices", ["uuid", "name", "memory"], _as_text(rows))
-    holds = _holds(fitness)
-    rows = [
-        [entry["key"], _short(entry["value"]), entry["level"], holds(entry["key"])] for entry in record["requirements"]
-    ]
-    out.table("Requirements", ["key", "needed", "level", "here"], _as_text(rows))
-    for finding in fitness.get("findings", ()):
-        out.line(f"  {finding['what']}: {finding['remedy']}")
-    rows = [[entry["phase"], entry["seconds"]] for entry in record["phases"]]
-    out.table("Phases", ["phase", "seconds"], _as_text(rows))
-    rows = [[entry["name"], _size(entry["bytes"])] for entry in doc["content"]["largest"]]
-    out.table("Largest files", ["file", "size"], _as_text(rows))
-    rows = [[entry["name"], _size(entry["bytes"])] for entry in doc["outside"]]
-    if rows:
-        out.table("Outside of the signature", ["file", "size"], _as_text(rows))
+    _print_record(doc["record"], doc["fitness"], out)
+    _print_content(doc["content"], out, shown)
+    if doc["outside"]:
+        rows = [[entry["name"], size_text(entry["bytes"])] for entry in doc["outside"]]
+        out.table("Outside of the signature", ["file", "size"], rows, numbers=["size"])
     out.line("The content was not read; 'vgpu verify' does that.")
 
 
 def _summary_rows(doc: dict[str, Any]) -> list[list[str]]:
-    record, content, signature = doc["record"], doc["content"], doc["signature"]
+    record, content = doc["record"], doc["content"]
     container, runtime = record["container"], record["lowLevelRuntime"]
-    signer = f"{signature.get('keyName')}, key {signature.get('keyId')}"
-    return [
+    rows = [
         ["source", f"{doc['source']} ({doc['kind']}, compression {doc['compression']})"],
-        [
-            "signature",
-            f"trusted: {signer}" if signature["state"] == "trusted" else f"{signature['state']}: {signature['what']}",
-        ],
+        ["signature", _signature_text(doc["signature"])],
         ["container", f"{container.get('name') or container['id']} of {container['engine']}"],
         ["image", container.get("image") or "not recorded"],
         ["made", f"{record['created']}, generation {record['generation']}, format {record['formatVersion']}"],
         ["runtime", f"{record['registeredRuntime']} with {runtime['name']} {runtime['version']} ({runtime['path']})"],
         ["mode", record["mode"]],
-        ["content", f"{content['files']} files, {_size(content['bytes'])}, of it {_size(content['zeroBytes'])} zero"],
+        ["files", count_text(content["files"], "file")],
+        ["GPU memory", f"{count_text(content['gpuObjects'], 'object')}, {size_text(content['gpuBytes'])}"],
+        ["content", _extent_text(content)],
         ["content root", record["contentRoot"]],
-        ["fits here", f"{doc['fitness']['state']} {doc['fitness'].get('what', '')}".rstrip()],
     ]
+    features = record["features"]["required"]
+    rows += [["needs", ", ".join(features)]] if features else []
+    rows += [
+        ["parent", f"sha256:{entry['manifestDigest']}, generation {entry['generation']}"] for entry in record["parents"]
+    ]
+    return [*rows, ["fits here", _fitness_text(doc["fitness"])]]
 
 
-def _holds(fitness: dict[str, Any]) -> Any:
+def _signature_text(signature: dict[str, Any]) -> str:
+    if signature["state"] == "trusted":
+        return f"trusted: {signature['keyName']}, key {signature['keyId']}"
+    return f"{signature['state'].upper()}: {signature['what']}"
+
+
+def _extent_text(content: dict[str, Any]) -> str:
+    parts = (("zero", "zeroBytes"), ("there twice", "sharedBytes"), ("stored", "storedBytes"))
+    return f"{size_text(content['bytes'])}: " + ", ".join(f"{size_text(content[key])} {word}" for word, key in parts)
+
+
+def _fitness_text(fitness: dict[str, Any]) -> str:
+    findings = fitness.get("findings", [])
+    said = {
+        "fit": "yes" if not findings else f"yes, with {count_text(len(findings), 'reservation')}",
+        "unfit": "NO, see below",
+        "skipped": "not asked",
+    }
+    return said.get(fitness["state"]) or f"not known: {fitness.get('what', '')}"
+
+
+def _print_record(record: dict[str, Any], fitness: dict[str, Any], out: Output) -> None:
+    if record["processes"]:
+        rows = [
+            [
+                entry["nsPid"],
+                entry["comm"],
+                entry["mode"],
+                ", ".join(entry["devices"]),
+                size_text(entry.get("gpuBytes")),
+            ]
+            for entry in record["processes"]
+        ]
+        columns = ["pid", "command", "mode", "devices", "GPU memory"]
+        out.table("GPU processes", columns, rows, numbers=["pid", "GPU memory"])
+    if record["devices"]:
+        rows = [[entry["uuid"], entry["name"], size_text(entry["memoryBytes"])] for entry in record["devices"]]
+        out.table("Devices", ["uuid", "name", "memory"], rows, numbers=["memory"])
+    rows = [
+        [entry["key"], short_text(entry["value"]), entry["level"], _holds(entry["key"], fitness)]
+        for entry in record["requirements"]
+    ]
+    out.table("Requirements", ["key", "needed", "level", "here"], rows)
+    for finding in fitness.get("findings", ()):
+        out.line(f"  {finding['what']}: {finding['remedy']}")
+    if record["phases"]:
+        rows = [[entry["phase"], entry["seconds"]] for entry in record["phases"]]
+        out.table("Phases", ["phase", "seconds"], rows, numbers=["seconds"])
+
+
+def _holds(key: str, fitness: dict[str, Any]) -> str:
     if "findings" not in fitness:
-        return lambda _key: "not known"
-    found = {finding["key"]: finding["found"] for finding in fitness["findings"]}
-    return lambda key: f"no: {found[key]}" if key in found else "yes"
-
-
-def _short(value: Any) -> str:
-    text = ", ".join(value) if isinstance(value, list) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _size(value: int | None) -> str:
-    if value is None:
         return "not known"
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if value >= 1 << shift:
-            return f"{value / (1 << shift):.2f} {unit}"
-    return f"{value} B"
+    found = {finding["key"]: finding["found"] for finding in fitness["findings"]}
+    return f"no: {found[key]}" if key in found else "yes"
 
 
-def _as_text(rows: list[list[Any]]) -> list[list[str]]:
-    # A record is somebody else's: control characters must not reach the terminal.
-    return [["".join(c if c.isprintable() else "?" for c in str(cell)) for cell in row] for row in rows]
+def _print_content(content: dict[str, Any], out: Output, shown: int | None) -> None:
+    regions = sorted(content["regions"], key=lambda region: (-region["bytes"], region["name"]))
+    sizes = ("bytes", "storedBytes", "zeroBytes", "sharedBytes")
+    rows = [[r["name"], r["kind"], *[size_text(r[size]) for size in sizes]] for r in regions[:shown]]
+    columns = ["region", "kind", "size", "stored", "zero", "there twice"]
+    out.table("Content, largest first", columns, rows, numbers=columns[2:])
+    if len(rows) < len(regions):
+        out.line(f"... and {len(regions) - len(rows)} more; --all lists them")
+    if content["packs"]:
+        packs = content["packs"]
+        rows = [[pack["name"], size_text(pack["bytes"])] for pack in packs[:shown]]
+        out.table("Packs", ["file", "size"], rows, numbers=["size"])
+        if len(rows) < len(packs):
+            out.line(f"... and {len(packs) - len(rows)} more, {size_text(sum(p['bytes'] for p in packs))} in all")

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "list the GPU containers of this node"
+DESCRIPTION = (
+    "Lists the containers with a GPU that went through vgpu-runtime: their processes, GPUs, GPU memory, the mode in which "
+    "that is moved, and when they were last checkpointed. Where the agent does not answer, the processes are listed "
+    "without what only the driver knows."
+)
+EXAMPLES = (("vgpu ps", "list them"), ("vgpu --json ps", "the same for programs"))
 
 COLUMNS = ["container", "name", "engine", "processes", "devices", "gpu memory", "mode", "last checkpoint"]
 _AGENT_S = 30.0

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "give a suspended container its GPU memory back"
+DESCRIPTION = (
+    "Gives a suspended container its GPU memory back, proves it on the GPU against the ids taken at the suspend, and lets "
+    "the container go on. Where it cannot be done, the container stays suspended and the command can be run again."
+)
+EXAMPLES = (("vgpu resume train", "let it go on"),)
 ANSWER_S = 60.0
 
 

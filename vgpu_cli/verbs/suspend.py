@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "take a container's GPU memory away until 'vgpu resume'"
+DESCRIPTION = (
+    "Takes the GPU memory of a running container away, to host memory or to a folder. The processes stay where they are "
+    "and block at their next GPU call; the GPUs are free for others. Writes no checkpoint: what is suspended ends with the "
+    "container or the node."
+)
+EXAMPLES = (
+    ("vgpu suspend train", "suspend to host memory"),
+    ("vgpu suspend train --to /var/tmp/train", "suspend to a folder"),
+)
 ANSWER_S = 60.0
 
 

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "say whose checkpoints this node restores"
+DESCRIPTION = (
+    "Says whose checkpoints this node restores: adds, lists and removes public keys. A node always trusts its own key. "
+    "Never reads a private key."
+)
+EXAMPLES = (
+    ("vgpu trust add other-node.pub --name lab-2", "trust the maker of this key"),
+    ("vgpu trust ls", "list the trusted keys"),
+    ("vgpu trust rm lab-2", "trust it no longer"),
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -34,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--name", help="what to call it here (default: the file's name)")
     _action(actions, "ls", help="list the trusted keys")
     remove = _action(actions, "rm", help="trust a key no longer")
-    remove.add_argument("key", metavar="NAME|KEYID", help="as 'vgpu trust ls' shows it")
+    remove.add_argument("key", metavar="NAME|KEY", help="its name, id or fingerprint")
 
 
 def _action(actions: Any, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's own word
@@ -66,21 +75,35 @@ def _add(args: argparse.Namespace, out: Output) -> None:
         raise UserError(what=f"another key is called {name} here", remedy="Choose another name with --name.")
     _write(target, key.to_pem())
     out.json({"added": True, "name": name, "keyId": key.key_id})
-    out.line(f"{name} is trusted now, key {key.key_id}")
+    out.line(f"{name} is trusted now, {key.type} key {key.key_id}")
+    out.line(f"its fingerprint is {key.fingerprint}; compare it with what 'vgpu keys show' says at its maker's")
 
 
 def _list(args: argparse.Namespace, out: Output) -> None:
     entries = _trusted(args)
-    out.json({"keys": [{"name": entry.name, "keyId": entry.key.key_id, "path": str(entry.path)} for entry in entries]})
-    out.table("Trusted keys", ["name", "key", "file"], [[e.name, e.key.key_id, str(e.path)] for e in entries])
+    out.json({"keys": [_described(entry) for entry in entries]})
+    rows = [[e.name, e.key.type, e.key.key_id, e.key.fingerprint, str(e.path)] for e in entries]
+    out.table("Trusted keys", ["name", "type", "key", "fingerprint", "file"], rows)
     if not entries:
         out.line("No key is trusted here; 'vgpu setup podman' makes the node's own.")
+
+
+def _described(entry: TrustedKey) -> dict[str, str]:
+    return {
+        "name": entry.name,
+        "type": entry.key.type,
+        "keyId": entry.key.key_id,
+        "fingerprint": entry.key.fingerprint,
+        "path": str(entry.path),
+    }
 
 
 def _remove(args: argparse.Namespace, out: Output) -> None:
     from image_format.keys import NODE_PUB  # noqa: PLC0415
 
-    entry = next((entry for entry in _trusted(args) if args.key in (entry.name, entry.key.key_id)), None)
+    entry = next(
+        (entry for entry in _trusted(args) if args.key in (entry.name, entry.key.key_id, entry.key.fingerprint)), None
+    )
     if entry is None:
         raise UserError(what=f"no trusted key is called {args.key}", remedy="'vgpu trust ls' lists them.")
     if entry.path == Path(args.etc) / NODE_PUB:

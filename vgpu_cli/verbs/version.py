@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
 
 HELP = "show the version and the preload builds that are installed"
+DESCRIPTION = (
+    "Shows the version of vgpu-snapshot, of the Python that runs it, and the builds of the preload library that new "
+    "containers get. Looks at files only; 'vgpu doctor' asks the driver and the agent."
+)
+EXAMPLES = (("vgpu version", "show what is installed"),)
 
 PRELOAD_FOLDER = Path("/usr/lib/vgpu-snapshot/preload")
 LIBC_NAMES = ("glibc", "musl")
