@@ -106,9 +106,10 @@ def loader_cache() -> dict[str, str]:
 def parse_loader_cache(text: str) -> dict[str, str]:
     """Lines such as 'libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1', first one wins."""
     found: dict[str, str] = {}
-    for name, kind, path in re.findall(r"^\s*(\S+) \(([^)]*)\) => (\S+)$", text, flags=re.MULTILINE):
-        if "x86-64" in kind or "AArch64" in kind:
-            found.setdefault(name, path)
+    for line in text.splitlines():
+        entry = re.fullmatch(r"(\S+) \(([^)]*)\) => (\S+)", line.strip())
+        if entry and ("x86-64" in entry[2] or "AArch64" in entry[2]):
+            found.setdefault(entry[1], entry[3])
     return found
 
 

@@ -20,6 +20,7 @@ UNAVAILABLE = {}
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "first_row: the row makes no difference, so the first one is enough")
+    config.addinivalue_line("markers", "host_rows(names): rows whose hosts the test makes by itself")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -46,6 +47,7 @@ def pytest_collection_finish(session):
     if session.config.option.collectonly or os.geteuid() != 0:
         return
     rows = {item.callspec.params["row"] for item in session.items if "row" in getattr(item, "fixturenames", ())}
+    rows |= {name for item in session.items for mark in item.iter_markers("host_rows") for name in mark.args}
     for row in sorted(rows):
         try:
             root_for(row)
