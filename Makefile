@@ -12,7 +12,7 @@ PY := .venv/bin/python
 ENVIRONMENT := .venv/ready
 endif
 
-PACKAGES := vgpu_errors image_format gpu_state oci_hook runtime_shim podman_integration containerd_integration vgpu_cli
+PACKAGES := vgpu_errors image_format gpu_state oci_hook runtime_shim podman_integration containerd_integration docker_integration vgpu_cli
 TOOLS := vgpu_preload packaging tools docs
 DESTDIR ?= /
 INSTALL_PYTHON ?= /usr/bin/python3
@@ -67,10 +67,10 @@ gpu-demo: $(ENVIRONMENT) ## PyTorch on this machine's NVIDIA GPU: export, import
 	$(PY) -m tests.gpu.podman_run
 
 fuzz: $(ENVIRONMENT) ## fuzz every parser, FUZZ_SECONDS in all (default 60)
-	VGPU_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest tests/fuzz -p no:timeout
+	VGPU_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest tests/fuzz
 
 bench: $(ENVIRONMENT) ## run the benchmarks that need no GPU
-	set -e; for name in shim_passthrough verify_speed; do $(PY) -m bench.$$name; done
+	set -e; for name in shim_passthrough verify_speed pack_speed; do $(PY) -m bench.$$name; done
 
 docs: $(ENVIRONMENT) ## write the generated parts of the documentation
 	$(PY) -m docs

@@ -177,14 +177,28 @@ def without_own_edits(config: bytes) -> bytes:
 
 
 def parse_spec(config: bytes) -> dict[str, Any] | None:
-    """The spec, or None for what is no JSON object: the low-level runtime says what is wrong with it."""
+    """The spec, or None for what is none: the low-level runtime says what is wrong with it."""
     import json  # noqa: PLC0415 - 8 ms that most containers do not pay
 
     try:
         spec = json.loads(config)
     except (ValueError, RecursionError):
         return None
-    return spec if isinstance(spec, dict) else None
+    return spec if isinstance(spec, dict) and _has_shape(spec) else None
+
+
+def _has_shape(spec: dict[str, Any]) -> bool:
+    """Whether the parts that are read and changed here are the objects and lists that the OCI specification makes them."""
+    objects = ("annotations", "root", "process", "linux", "hooks")
+    if not all(isinstance(spec.get(name) or {}, dict) for name in objects) or not _all_are(dict, spec.get("mounts")):
+        return False
+    process = spec.get("process") or {}
+    texts = [process.get("args"), process.get("env"), *[mount.get("options") for mount in spec.get("mounts") or ()]]
+    return all(_all_are(str, value) for value in texts)
+
+
+def _all_are(kind: type, value: object) -> bool:
+    return not value or (isinstance(value, list) and all(isinstance(item, kind) for item in value))
 
 
 def to_bytes(spec: dict[str, Any]) -> bytes:

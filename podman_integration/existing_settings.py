@@ -42,12 +42,12 @@ def podman_version() -> tuple[int, ...] | None:
 
 def parse_version(text: str) -> tuple[int, ...] | None:
     """The numbers of 'podman version 5.8.6'."""
-    found = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    found = re.search(r"(?<!\d)(\d{1,9})\.(\d{1,9})\.(\d{1,9})", text)
     return tuple(int(number) for number in found.groups()) if found else None
 
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib lets those of long numbers and deep arrays through
         raise BadConfiguration(path=path, what=f"not valid TOML: {error}") from error

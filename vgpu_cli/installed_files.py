@@ -3,6 +3,8 @@
 The memory is one manifest, `/etc/vgpu/setup.json`: per file the digest of what was written, what stood there before,
 and which setups ("podman", "containerd", "cdi") want it. A file that somebody changed since is kept and named, never
 overwritten and never removed. A symbolic link is refused: renaming over it would cut it.
+A JSON file of an engine that holds keys of ours (`PlannedFile.keys`) is the administrator's to change: its undo takes out
+these keys where the file is no longer as it was written.
 Called by `vgpu setup`. Engines' packages only plan (docs/decisions/0002-engine-packages-plan-files.md).
 
 Steps of a write, and what a crash after each leaves:
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from docker_integration import json_keys
 from vgpu_errors import BadConfiguration
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ class PlannedFile:
     mode: int
     why: str
     if_present: Literal["replace", "keep"] = "replace"
+    keys: tuple[tuple[json_keys.Key, Any], ...] = ()
+    """What is ours, key and value, in a JSON file that somebody else wrote; the rest of the content is theirs."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Entry:
     before: Before | None = None
     earlier_sha256: str | None = None
     """Digest of our previous version: the one on disk if a crash came between manifest and file."""
+    keys: tuple[tuple[json_keys.Key, Any], ...] = ()
 
     def is_ours(self, content: bytes) -> bool:
         """True for content that a setup wrote."""
@@ -94,6 +100,7 @@ class Entry:
             "targets": list(self.targets),
             "before": self.before.to_json() if self.before else None,
             "earlierSha256": self.earlier_sha256,
+            **({"keys": [[list(key), value] for key, value in self.keys]} if self.keys else {}),
         }
 
     @classmethod
@@ -105,6 +112,7 @@ class Entry:
             targets=tuple(doc["targets"]),
             before=Before.from_json(before) if before else None,
             earlier_sha256=doc.get("earlierSha256"),
+            keys=tuple((tuple(map(str, key)), value) for key, value in doc.get("keys", ())),
         )
 
 
@@ -128,7 +136,7 @@ class InstalledFiles:
             return cls(root, files, list(doc["directories"]))
         except FileNotFoundError:
             return cls(root)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadConfiguration(path=path, what=f"not a setup manifest: {error}") from error
 
     def targets(self) -> tuple[str, ...]:
@@ -147,6 +155,10 @@ class InstalledFiles:
         entry, content = self.files.get(path), self.content(path)
         return entry is not None and content is not None and entry.is_ours(content)
 
+    def keys(self, path: str) -> tuple[tuple[json_keys.Key, Any], ...]:
+        """What an earlier setup added to a JSON file of somebody else's."""
+        return self.files[path].keys if path in self.files else ()
+
     def write(self, target: str, planned: Sequence[PlannedFile], *, is_dry_run: bool = False) -> list[Outcome]:
         """Write what is needed, in the order of the module's docstring; take back what is planned no more."""
         outcomes = [self._outcome(file) for file in planned]
@@ -162,7 +174,9 @@ class InstalledFiles:
         if self.files:
             self._save()
         for file in to_write:
-            write_atomically(self._real(file.path), file.content, file.mode)
+            # Taken now, for a file that keeps its own mode; a new one gets what was planned.
+            mode = self._mode(file.path) if file.keys else 0
+            write_atomically(self._real(file.path), file.content, mode or file.mode)
         return outcomes + self._take_back(target, stale)
 
     def undo(self, target: str, *, keep: Iterable[str] = (), is_dry_run: bool = False) -> list[Outcome]:
@@ -184,6 +198,9 @@ class InstalledFiles:
 
     def _remember(self, target: str, file: PlannedFile, outcome: Outcome) -> None:
         entry, found = self.files.get(file.path), self.content(file.path)
+        if file.keys:
+            self._remember_keys(target, file, entry, found)
+            return
         if outcome.what == "unchanged" and entry is not None and found is not None:
             self.files[file.path] = replace(entry, sha256=_sha256(found), targets=_with(entry.targets, target))
         if outcome.what not in _WRITES:
@@ -195,6 +212,20 @@ class InstalledFiles:
             targets=_with(entry.targets if entry else (), target),
             before=before if is_first else entry.before if entry else None,
             earlier_sha256=entry.sha256 if entry else None,
+        )
+
+    def _remember_keys(self, target: str, file: PlannedFile, entry: Entry | None, found: bytes | None) -> None:
+        """As `_remember`; what somebody changed since the last setup is what undo has to come back to."""
+        before = entry.before if entry else None
+        if found is not None and not (entry and entry.is_ours(found)):
+            without = json_keys.without(found, entry.keys) if entry else found
+            before = Before(without, self._mode(file.path)) if without is not None else None
+        self.files[file.path] = Entry(
+            sha256=_sha256(file.content),
+            targets=_with(entry.targets if entry else (), target),
+            before=before,
+            earlier_sha256=entry.sha256 if entry else None,
+            keys=file.keys,
         )
 
     def _take_back(self, target: str, paths: Sequence[str]) -> list[Outcome]:
@@ -217,10 +248,22 @@ class InstalledFiles:
         if entry.before is not None and found == entry.before.content:
             return Outcome(path, "as before already")
         if not entry.is_ours(found):
-            return Outcome(path, "kept: changed since the setup")
+            return self._take_out_keys(path, entry, found, is_dry_run=is_dry_run)
         if not is_dry_run:
             self._put_back(path, entry)
         return Outcome(path, "removed" if entry.before is None else "put back as before")
+
+    def _take_out_keys(self, path: str, entry: Entry, found: bytes, *, is_dry_run: bool) -> Outcome:
+        """A file that somebody changed: only keys of ours leave it."""
+        rest = json_keys.without(found, entry.keys)
+        if not entry.keys or rest == found:
+            return Outcome(path, "kept: changed since the setup")
+        if not is_dry_run:
+            if rest is None:
+                self._real(path).unlink()
+            else:
+                write_atomically(self._real(path), rest, self._mode(path))
+        return Outcome(path, "our keys taken out")
 
     def _put_back(self, path: str, entry: Entry) -> None:
         if entry.before is None:
@@ -285,7 +328,7 @@ class InstalledFiles:
         return self.root / path.lstrip("/")
 
 
-_WRITES = ("written", "replaced", "brought up to date")
+_WRITES = ("written", "replaced", "merged", "brought up to date")
 
 
 def _decide(file: PlannedFile, found: bytes | None, mode: int, entry: Entry | None) -> str:
@@ -293,6 +336,9 @@ def _decide(file: PlannedFile, found: bytes | None, mode: int, entry: Entry | No
         return "written"
     is_ours = entry is not None and entry.is_ours(found)
     is_kept = file.if_present == "keep"
+    if file.keys:
+        is_new = "brought up to date" if entry else "merged"
+        return "unchanged" if found == file.content else is_new
     if (is_ours and is_kept) or (found == file.content and mode == file.mode):
         return "unchanged"
     if is_ours:

@@ -47,6 +47,15 @@ RUNTIME_CONF_TEXT = """\
 # Host memory that the agent keeps pinned for the next suspend, checkpoint or restore in staged mode, such as 40G.
 #staging_reserve = 0
 
+# Keep every checkpoint in this node's store as well: off, on. They stay there until 'vgpu gc' removes them.
+#store = off
+
+# What an engine's archive holds: embedded (everything), reference (the bulk stays in the store; needs store = on).
+#archive = embedded
+
+# Where the store is. On the disk of the engine's storage it costs no copy.
+#store_dir = /var/lib/vgpu/store
+
 # Progress on stderr of a checkpoint: auto (only on a terminal), json (one JSON line a phase), none.
 #progress = auto
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import containerd_integration.config as containerd_config
 import containerd_integration.existing_settings as containerd_settings
+import docker_integration.existing_settings as docker_settings
 import podman_integration.existing_settings as podman_settings
-from containerd_integration import runtime_class
+from containerd_integration import kubelet_unit, runtime_class
 from containerd_integration.cdi import SPEC_PATH, Mount, cdi_spec
 from containerd_integration.driver_files import find_driver_files
+from docker_integration import daemon_json
 from podman_integration import containers_conf, hooks
 from vgpu_cli import node_files
 from vgpu_cli.installed_files import InstalledFiles, PlannedFile
@@ -35,6 +37,9 @@ class SetupOptions:
     is_default_runtime: bool = False
     is_hooks_only: bool = False
     cdi_mounts: tuple[Mount, ...] = ()
+    watches_kubelet: bool = False
+    push_to: str = ""
+    """Where the kubelet's checkpoints are pushed; nowhere if empty."""
 
     @property
     def is_this_node(self) -> bool:
@@ -58,8 +63,18 @@ def plan_containerd(options: SetupOptions, installed: InstalledFiles) -> list[Pl
         *_node(options, installed),
         *_containerd_configuration(options, installed),
         _text(runtime_class.MANIFEST_PATH, runtime_class.runtime_class(), "for 'kubectl apply -f', on a cluster"),
+        *_kubelet_watch(options, installed),
         *plan_cdi(options, installed),
     ]
+
+
+def plan_docker(options: SetupOptions, installed: InstalledFiles) -> list[PlannedFile]:
+    """Everything for Docker Engine: the node's files, our keys in its daemon.json, CDI spec."""
+    merged = _docker_keys(options, installed)
+    why = "registers vgpu-runtime; turns checkpoints and CDI on"
+    keys = PlannedFile(daemon_json.PATH, merged.text.encode(), 0o644, why, keys=merged.added)
+    file = [keys] if merged.added else _as_it_is(daemon_json.PATH, installed)
+    return [*_node(options, installed), *file, *plan_cdi(options, installed)]
 
 
 def plan_cdi(options: SetupOptions, installed: InstalledFiles) -> list[PlannedFile]:
@@ -74,6 +89,7 @@ def plan_cdi(options: SetupOptions, installed: InstalledFiles) -> list[PlannedFi
 PLANS: dict[str, Callable[[SetupOptions, InstalledFiles], list[PlannedFile]]] = {
     "podman": plan_podman,
     "containerd": plan_containerd,
+    "docker": plan_docker,
     "cdi": plan_cdi,
 }
 
@@ -88,6 +104,13 @@ def notes(target: str, options: SetupOptions, planned: Sequence[PlannedFile]) ->
         found.append("Run a container with: podman run --runtime vgpu-runtime --device vgpu.snapshot/gpu=all IMAGE")
     if target == "containerd":
         found.append("Restart containerd to make it read the new handler.")
+        if options.watches_kubelet:
+            unit = kubelet_unit.UNIT_PATH.rpartition("/")[2]
+            found.append(
+                f"The kubelet's folder is watched after: systemctl daemon-reload; systemctl enable --now {unit}"
+            )
+    if target == "docker":
+        found += _docker_notes(options)
     if target != "cdi":
         found.append(
             "The agent starts on demand; as a service: systemctl daemon-reload; systemctl enable --now vgpu-agent"
@@ -174,6 +197,25 @@ def _containerd_configuration(options: SetupOptions, installed: InstalledFiles) 
         else [_text(containerd_config.MAIN_PATH, new_main, "makes containerd read the drop-in folder")]
     )
     return [_text(containerd_config.DROP_IN_PATH, drop_in, "the runtime handler vgpu-runtime"), *main_files]
+
+
+def _kubelet_watch(options: SetupOptions, installed: InstalledFiles) -> list[PlannedFile]:
+    if not options.watches_kubelet:
+        return _as_it_is(kubelet_unit.UNIT_PATH, installed)
+    text = kubelet_unit.unit(options.push_to)
+    return [_text(kubelet_unit.UNIT_PATH, text, "seals, signs and pushes what the kubelet checkpoints")]
+
+
+def _docker_keys(options: SetupOptions, installed: InstalledFiles) -> daemon_json.Merged:
+    found = docker_settings.parse(installed.content(daemon_json.PATH))
+    ours = installed.keys(daemon_json.PATH)
+    return daemon_json.merge(found, is_default_runtime=options.is_default_runtime, ours=ours)
+
+
+def _docker_notes(options: SetupOptions) -> list[str]:
+    merged = _docker_keys(options, InstalledFiles.load(options.root))
+    run = "docker run --runtime vgpu-runtime --device vgpu.snapshot/gpu=all IMAGE"
+    return [*merged.notes, "Restart dockerd to make it read the new keys.", f"Run a container with: {run}"]
 
 
 def _as_it_is(path: str, installed: InstalledFiles) -> list[PlannedFile]:

@@ -112,6 +112,27 @@ class UnsupportedRequest(UserError):
     remedy = "Leave the option out."
 
 
+class BadReference(UserError):
+    """{text} is no reference to an image in a registry: {what}"""
+
+    exit_code = 16
+    remedy = "Write HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST], for example registry.example.org/team/model:1."
+
+
+class NoSuchCheckpoint(UserError):
+    """The store {root} has no checkpoint {wanted}: {what}"""
+
+    exit_code = 18
+    remedy = "'vgpu store ls' lists what is there."
+
+
+class StillNeeded(UserError):
+    """Checkpoint {digest} stays in the store: {what}"""
+
+    exit_code = 17
+    remedy = "Wait until whoever uses it has ended; '--force' forgets archives that refer to it."
+
+
 # ---- node: 20-49 ---------------------------------------------------------------------------------
 
 
@@ -264,6 +285,13 @@ class StagingWorkerLost(NodeError):
     remedy = "The steps before were undone. Look into the kernel log for messages of the NVIDIA driver or of the OOM killer, then try again."
 
 
+class StoreBusy(NodeError):
+    """The store {root} was in use for {seconds} s."""
+
+    exit_code = 43
+    remedy = "Something is being brought in or removed there: run the command again."
+
+
 class BuildFailed(NodeError):
     """Building {target} failed: {what}"""
 
@@ -326,6 +354,13 @@ class UnexpectedEntry(ImageError):
     remedy = "Something was added, removed or replaced after the checkpoint was sealed; take another copy."
 
 
+class ContentElsewhere(ImageError):
+    """{where} is a reference: {count} files of {size_bytes} bytes in all lie elsewhere, {what}"""
+
+    exit_code = 58
+    remedy = "On the node that made it 'vgpu unpack ARCHIVE -o WHOLE' makes an archive that needs no other; or 'vgpu pull' the checkpoint here first."
+
+
 class Unsigned(ImageError):
     """{where} carries no signature."""
 
@@ -354,6 +389,36 @@ class ConfigurationChanged(ImageError):
     remedy = "Somebody changed the container's settings inside the archive; take an unchanged copy."
 
 
+class Expired(ImageError):
+    """{where}: the signature expired on {expires}."""
+
+    exit_code = 64
+    remedy = "Take a newer checkpoint, or have its maker sign this one again with 'vgpu sign --expires'."
+
+
+class OlderGeneration(ImageError):
+    """{where} is generation {generation} of container {container}, and this node has seen generation {newest} of it."""
+
+    exit_code = 65
+    remedy = (
+        'If you want the older checkpoint, set "olderGeneration": "warn" in /etc/vgpu/policy.json and restore again.'
+    )
+
+
+class Undecryptable(ImageError):
+    """{where} cannot be decrypted: {what}"""
+
+    exit_code = 66
+    remedy = "It was changed after it was encrypted, or it belongs to another image; take another copy."
+
+
+class NotARecipient(ImageError):
+    """{where} is encrypted to {recipients}, and no key given here opens it."""
+
+    exit_code = 67
+    remedy = "Give the private key of one of its recipients with --identity, or have it encrypted to yours."
+
+
 # ---- registry: 70-79 (registry transfer) ---------------------------------------------------------
 
 
@@ -362,6 +427,62 @@ class RegistryError(VgpuError):
 
     exit_code = 70
     remedy = "Look at the registry's own log, or try again later."
+
+
+class RegistryUnreachable(RegistryError):
+    """{where} cannot be reached: {what}"""
+
+    exit_code = 71
+    remedy = "Check the name, the network, the proxy settings (HTTPS_PROXY, NO_PROXY) and the CA files in /etc/containers/certs.d."
+
+
+class RegistryDenied(RegistryError):
+    """{where} does not allow it: {what}"""
+
+    exit_code = 72
+    remedy = "Log in with 'podman login' as somebody who may, or ask the registry's administrator."
+
+
+class NotInRegistry(RegistryError):
+    """{where} has no {what}."""
+
+    exit_code = 73
+    remedy = "Check the reference; 'skopeo list-tags docker://REPOSITORY' lists what there is."
+
+
+class RegistryContentWrong(RegistryError):
+    """{where} sent other content than was asked for: {what}"""
+
+    exit_code = 74
+    remedy = "Nothing of it was used. Its storage or a proxy on the way is damaged; push the checkpoint again."
+
+
+class RegistryAnswerInvalid(RegistryError):
+    """{where} answered against the protocol: {what}"""
+
+    exit_code = 75
+    remedy = "Check that the host is an OCI registry and that no proxy answers in its place."
+
+
+class RegistryRefused(RegistryError):
+    """{where} refused it: {what}"""
+
+    exit_code = 76
+    remedy = "The registry's own message is above; its administrator knows its limits and quotas."
+
+
+class RegistryGaveUp(RegistryError):
+    """{where} did not do it in {attempts} attempts: {what}"""
+
+    exit_code = 77
+    remedy = "Run the command again later; it goes on where it was."
+
+
+class CredentialHelperFailed(RegistryError):
+    """The credential helper {helper} failed for {where}: {what}"""
+
+    exit_code = 78
+    remedy = "Run the helper by hand, or log in with 'podman login'."
 
 
 # ---- runtime and engine: 80-89 -------------------------------------------------------------------

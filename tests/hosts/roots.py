@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.hosts.mirror import debian_mirror
-from tests.hosts.rows import ROWS
+from tests.hosts.rows import ENGINE_ROWS, ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 def root_for(row_name: str, archive: str | None = None) -> Path:
     """The row's root directory, built now if the cache does not have it; a packed root takes the builder's place."""
     archive = archive or os.environ.get("VGPU_HOST_ROOT_ARCHIVE")
-    row = ROWS[row_name]
+    row = (ROWS | ENGINE_ROWS)[row_name]
     if archive:
         stamp = int(Path(archive).stat().st_mtime)
         return _cached(f"{row.name}-packed-{stamp}", lambda root: _unpack(Path(archive), root))

@@ -48,6 +48,17 @@ def test_every_installed_file_is_listed_and_removed_again(tmp_path, preload):
     assert not (root / LIBRARY).exists()
 
 
+def test_man_pages_and_completions_go_where_they_are_looked_for(tmp_path, preload):
+    root = tmp_path / "root"
+    assert run(root, "--preload", preload).stderr == ""
+    for name in ("man1/vgpu.1", "man8/vgpu-runtime.8", "man8/vgpu-agent.8", "man8/vgpu-hook.8", "man5/runtime.conf.5"):
+        assert (root / "usr/share/man" / name).read_text().startswith(".TH ")
+    shells = ("bash-completion/completions/vgpu", "zsh/vendor-completions/_vgpu", "fish/vendor_completions.d/vgpu.fish")
+    for name in shells:
+        assert "vgpu inspect" in (root / "usr/share" / name).read_text()
+        assert (root / "usr/share" / name).stat().st_mode & 0o777 == 0o644
+
+
 def test_the_entry_scripts_are_isolated_and_start(tmp_path, preload):
     root = tmp_path / "root"
     run(root, "--preload", preload)

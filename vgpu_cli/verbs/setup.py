@@ -20,9 +20,19 @@ if TYPE_CHECKING:
     from vgpu_cli.output import Output
     from vgpu_cli.setup_plans import SetupOptions
 
-HELP = "make podman or containerd know vgpu-runtime, or undo that"
+HELP = "make podman, containerd or Docker know vgpu-runtime, or undo that"
+DESCRIPTION = (
+    "Makes an engine of this node know vgpu-runtime: writes settings, a node key, a trust policy, hooks and the engine's "
+    "drop-in files. Files that exist are kept, a second run writes only what differs, and --undo takes back exactly what "
+    "was written and not changed since. Starts and restarts nothing."
+)
+EXAMPLES = (
+    ("vgpu setup podman", "set this node up for podman"),
+    ("vgpu setup podman --dry-run", "say what that would write"),
+    ("vgpu setup --undo", "take everything back"),
+)
 
-TARGETS = ("podman", "containerd", "cdi")
+TARGETS = ("podman", "containerd", "docker", "cdi")
 ETC = "/etc/vgpu"
 LOW_LEVEL_RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/bin/crun")
 
@@ -51,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="one more bind mount in the CDI spec; may be repeated",
     )
-    parser.add_argument("--default-runtime", action="store_true", help="podman: use vgpu-runtime without being asked")
+    parser.add_argument(
+        "--default-runtime", action="store_true", help="podman, docker: use vgpu-runtime without being asked"
+    )
+    parser.add_argument(
+        "--kubelet", action="store_true", help="containerd: a service that seals and signs the kubelet's checkpoints"
+    )
+    parser.add_argument("--push-to", metavar="REGISTRY/REPO", default="", help="with --kubelet: push them there, too")
     parser.add_argument(
         "--hooks-only", action="store_true", help="podman: keep the runtime, inject through a precreate hook only"
     )
@@ -115,13 +131,17 @@ def _show(args: argparse.Namespace, out: Output, outcomes: list[Outcome], hints:
 
 def _check(args: argparse.Namespace) -> None:
     if args.target is None and not args.undo:
-        raise UserError(what="vgpu setup: name what to set up: podman, containerd or cdi")
+        raise UserError(what="vgpu setup: name what to set up: podman, containerd, docker or cdi")
     if args.etc != ETC:
         raise UserError(
             what="vgpu setup writes to /etc/vgpu only", remedy="Leave --etc out; --destdir moves the whole tree."
         )
     if args.destdir == "/" and os.geteuid() != 0:
         raise NeedsRoot(what="vgpu setup")
+    if args.push_to and not args.kubelet:
+        raise UserError(what="--push-to goes with --kubelet")
+    if args.kubelet and args.target != "containerd":
+        raise UserError(what="--kubelet goes with 'vgpu setup containerd'")
     if args.low_level_runtime:
         _check_low_level_runtime(args.low_level_runtime, Path(args.destdir))
 
@@ -144,6 +164,8 @@ def _options(args: argparse.Namespace) -> SetupOptions:
         is_default_runtime=args.default_runtime,
         is_hooks_only=args.hooks_only,
         cdi_mounts=tuple(_mount(text) for text in args.cdi_mount),
+        watches_kubelet=args.kubelet,
+        push_to=args.push_to,
     )
 
 
