@@ -24,16 +24,16 @@ from typing import Any
 
 from bench.measurement import Transcript, row, write
 from image_format import chunk_index
+from image_format.archives.small_files import write_small_files
 from image_format.chunk_index import CHUNK_SIZE
 from image_format.file_names import INDEX_NAME
 from image_format.index_model import RegionKind
-from image_format.keys import SigningKey
-from image_format.pack_streams import Compressor, measure_packs, open_pack
-from image_format.packed import Compression, PackedPlan, packed_index, plan_packs
+from image_format.packs.pack_streams import Compressor, measure_packs, open_pack
+from image_format.packs.packed import Compression, PackedPlan, packed_index, plan_packs
+from image_format.packs.unpacking import unpack
 from image_format.record import Container, LowLevelRuntime, Record
 from image_format.sealing import seal
-from image_format.small_files import write_small_files
-from image_format.unpacking import unpack
+from image_format.trust.keys import SigningKey
 
 DOCUMENTS = (INDEX_NAME, "vgpu-record.json", "vgpu-manifest.json", "vgpu-signature.json")
 

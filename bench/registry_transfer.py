@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench import measurement
-from image_format.keys import load_signing_key, make_node_key
-from image_format.policy import Policy
 from image_format.record import Container
 from image_format.registry import Registry
 from image_format.sealing import seal
 from image_format.store import Store
 from image_format.transport import Notes, look, open_source, pull_into_directory, push
+from image_format.trust.keys import load_signing_key, make_node_key
+from image_format.trust.policy import Policy
 from tests.format.make_vectors import base_files, base_record
 from tests.hosts.host import TestHost
 from tests.simulators.registry import RegistrySimulator

@@ -21,12 +21,12 @@ from typing import Any
 from blake3 import blake3
 
 from bench.measurement import Transcript, row, write
-from image_format.archive import verify_archive
+from image_format.archives.archive import verify_archive
 from image_format.chunk_index import CHUNK_SIZE
-from image_format.keys import SigningKey
-from image_format.policy import Policy, TrustedKey
 from image_format.record import Container, LowLevelRuntime, Record
 from image_format.sealing import seal
+from image_format.trust.keys import SigningKey
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 
 FILES = 4

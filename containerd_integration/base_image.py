@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from containerd_integration.api.connection import is_missing, is_there_already
 from containerd_integration.api.wire import message, wire_descriptor
 from image_format import canonical_json
-from image_format.containerd_index import INDEX_TYPES, MACHINES, MANIFEST_TYPES, Descriptor, descriptor
+from image_format.archives.containerd_index import INDEX_TYPES, MACHINES, MANIFEST_TYPES, Descriptor, descriptor
 from image_format.fields import Fields
 from vgpu_errors import EngineFailed, NoSuchImage
 

@@ -36,8 +36,9 @@ from containerd_integration.leases import leased
 from containerd_integration.watcher import Silent
 from containerd_integration.work_folder import work_folder
 from gpu_state.undo import Undo
-from image_format import canonical_json, containerd_index
-from image_format.containerd_index import CheckpointIndex, Descriptor
+from image_format import canonical_json
+from image_format.archives import containerd_index
+from image_format.archives.containerd_index import CheckpointIndex, Descriptor
 from image_format.file_names import SIGNATURE_NAME
 from vgpu_errors import CheckpointFailed, EngineFailed, NoSuchContainer, UnsupportedRequest
 

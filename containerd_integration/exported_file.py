@@ -2,7 +2,7 @@
 
 The index comes first and the large CRIU tar last, so that a reader of a compressed file knows early what it reads.
 `ctr image import --no-unpack` takes the plain form too. Written as FILE.partial; the rename is the commit.
-Reading is in image_format/containerd_archive.py. Called by `checkpointing`.
+Reading is in image_format/archives/containerd_archive.py. Called by `checkpointing`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import IO, TYPE_CHECKING, cast
 import zstandard
 
 from containerd_integration.flat_tar import PieceReader
-from image_format import containerd_index
-from image_format.containerd_archive import LAYOUT_TEXT, blob_name
-from image_format.ocistore import INDEX_NAME, LAYOUT_NAME
+from image_format.archives import containerd_index
+from image_format.archives.containerd_archive import LAYOUT_TEXT, blob_name
+from image_format.archives.ocistore import INDEX_NAME, LAYOUT_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from containerd_integration.api.content import ContentStore
     from containerd_integration.flat_tar import FlatTar
-    from image_format.containerd_index import Descriptor
+    from image_format.archives.containerd_index import Descriptor
 
 COMPRESSIONS = ("none", "gzip", "zstd")
 GZIP_LEVEL, ZSTD_LEVEL = 1, 1

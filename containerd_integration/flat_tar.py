@@ -13,9 +13,9 @@ import stat
 import tarfile
 from typing import TYPE_CHECKING
 
-from image_format.containerd_index import CRIU_TYPE, Descriptor
+from image_format.archives.containerd_index import CRIU_TYPE, Descriptor
+from image_format.archives.tar_reader import Kind, TarReader
 from image_format.file_names import check_name
-from image_format.tar_reader import Kind, TarReader
 from vgpu_errors import Truncated, UnexpectedEntry
 
 if TYPE_CHECKING:

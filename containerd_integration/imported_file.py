@@ -10,9 +10,10 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from containerd_integration.flat_tar import PIECE_BYTES, unpack
-from image_format import canonical_json, containerd_archive, containerd_index
-from image_format.containerd_archive import Members, blob_name
-from image_format.containerd_index import Descriptor, descriptor
+from image_format import canonical_json
+from image_format.archives import containerd_archive, containerd_index
+from image_format.archives.containerd_archive import Members, blob_name
+from image_format.archives.containerd_index import Descriptor, descriptor
 from image_format.fields import Fields
 from vgpu_errors import ContentMismatch, NoSuchImage
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_state.node_facts import gather
 from image_format import canonical_json, security_config
-from image_format.archive import PREFIX, SPEC_NAME
+from image_format.archives.archive import PREFIX, SPEC_NAME
 from image_format.file_names import check_name, is_ours
-from image_format.keys import NODE_KEY, load_signing_key
 from image_format.record import LowLevelRuntime
 from image_format.sealing import seal
+from image_format.trust.keys import NODE_KEY, load_signing_key
 from oci_hook.settings import read_settings
 from runtime_shim.low_level import choose
 from runtime_shim.record_building import build_record

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from containerd_integration.kubelet_sealing import seal_archive
 from containerd_integration.leftovers import find_leftovers, remove
-from image_format import archive, canonical_json
-from image_format.policy import Policy
+from image_format import canonical_json
+from image_format.archives import archive
+from image_format.trust.policy import Policy
 from vgpu_errors import DeadlineExceeded, ImageError, ToolMissing, Unsigned, VgpuError
 
 if TYPE_CHECKING:

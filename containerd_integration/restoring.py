@@ -35,7 +35,7 @@ from containerd_integration.leases import leased
 from containerd_integration.watcher import Silent
 from containerd_integration.work_folder import work_folder
 from gpu_state.undo import Undo
-from image_format import containerd_index
+from image_format.archives import containerd_index
 from vgpu_errors import ContentMismatch, EngineFailed, ImageError, NoSuchImage, RestoreFailed, UnsupportedRequest
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from containerd_integration.api.connection import Connection
     from containerd_integration.watcher import Watcher
-    from image_format.containerd_index import CheckpointIndex, Descriptor
+    from image_format.archives.containerd_index import CheckpointIndex, Descriptor
 
 START_S = 600.0
 MAX_LOG_LINES = 10

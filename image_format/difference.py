@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from image_format.chunk_index import Codec, RegionKind
 from image_format.content_summary import kind_name
-from image_format.packed import EarlierPack, Place, plan_packs
+from image_format.packs.packed import EarlierPack, Place, plan_packs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from image_format.chunk_index import Chunk, Index, Region
-    from image_format.packed import PlannedPack
+    from image_format.packs.packed import PlannedPack
     from image_format.record import ProcessEntry, Record
 
 # What differs between any two checkpoints, and what the content says better than the record.

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from image_format import chunk_index
-from image_format.bundle import MAX_BUNDLE_BYTES, Bundle
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SEAL_NAMES, SIGNATURE_NAME
 from image_format.gpu_objects import check_objects
 from image_format.manifest import MAX_MANIFEST_BYTES, Manifest
 from image_format.record import MAX_RECORD_BYTES, Record
-from image_format.statement import PAYLOAD_TYPE, Statement
+from image_format.trust.bundle import MAX_BUNDLE_BYTES, Bundle
+from image_format.trust.statement import PAYLOAD_TYPE, Statement
 from vgpu_errors import (
     BadSignature,
     ContentMismatch,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from image_format.chunk_index import Index
-    from image_format.freshness import SignedTimes
-    from image_format.policy import Policy, TrustedKey
+    from image_format.trust.freshness import SignedTimes
+    from image_format.trust.policy import Policy, TrustedKey
 
 MAX_SIZES = {
     INDEX_NAME: chunk_index.MAX_INDEX_BYTES,

@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_format import chunk_index, pagemap
-from image_format.bundle import Bundle
-from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.file_names import (
     ALLOWED_UNSIGNED,
     FRAGMENT_NAME,
@@ -51,7 +49,9 @@ from image_format.hashing import (
 from image_format.index_model import CHUNK_SIZE, Chunk, Codec, Index, Pack, Region, RegionKind, zero_id
 from image_format.manifest import INDEX_TYPE, RECORD_TYPE, Descriptor, Manifest
 from image_format.record import Record, RegionSummary
-from image_format.statement import PAYLOAD_TYPE, Statement
+from image_format.trust.bundle import Bundle
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.statement import PAYLOAD_TYPE, Statement
 from image_format.vram import VramFragment, merge, read_fragment, write_fragment
 from image_format.whole_files import WholeFiles, explained_removal, open_directory
 from vgpu_errors import ImageError, NoSuchImage, Truncated, UnexpectedEntry
@@ -59,7 +59,7 @@ from vgpu_errors import ImageError, NoSuchImage, Truncated, UnexpectedEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from image_format.keys import SigningKey
+    from image_format.trust.keys import SigningKey
 
 
 @dataclass(frozen=True)

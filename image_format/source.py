@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_format import archive, containerd_archive, ocistore, remote_documents
-from image_format.archive import ArchiveClaims, Outside, VerifiedArchive
+from image_format.archives import archive, containerd_archive, ocistore
+from image_format.archives.archive import ArchiveClaims, Outside, VerifiedArchive
 from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
 from image_format.hashing import open_plain
 from image_format.store import Store
+from image_format.trust import remote_documents
 from image_format.verifying import Directory, verify_directory
 from vgpu_errors import NoSuchCheckpoint, NoSuchImage, NotARecipient, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from image_format.policy import Policy
     from image_format.registry import Registry
+    from image_format.trust.policy import Policy
 
 INNER_FOLDER = "checkpoint"
 

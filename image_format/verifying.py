@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from image_format.chunk_index import Index
-    from image_format.freshness import SignedTimes
-    from image_format.policy import Policy
     from image_format.record import Record
+    from image_format.trust.freshness import SignedTimes
+    from image_format.trust.policy import Policy
 
 CUT_OFF = "was left by a write that was cut off"
 

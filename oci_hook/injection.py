@@ -178,13 +178,19 @@ def without_own_edits(config: bytes) -> bytes:
 
 def parse_spec(config: bytes) -> dict[str, Any] | None:
     """The spec, or None for what is none: the low-level runtime says what is wrong with it."""
+    spec = parse_object(config)
+    return spec if spec is not None and _has_shape(spec) else None
+
+
+def parse_object(document: bytes) -> dict[str, Any] | None:
+    """The JSON object in a document, or None where it is none."""
     import json  # noqa: PLC0415 - 8 ms that most containers do not pay
 
     try:
-        spec = json.loads(config)
+        found = json.loads(document)
     except (ValueError, RecursionError):
         return None
-    return spec if isinstance(spec, dict) and _has_shape(spec) else None
+    return found if isinstance(found, dict) else None
 
 
 def _has_shape(spec: dict[str, Any]) -> bool:

@@ -79,9 +79,9 @@ def create_runtime(settings: Settings, state: bytes) -> None:
 
 def poststop(settings: Settings, state: bytes) -> None:
     """Remove the control directory and the state file."""
-    from oci_hook.injection import parse_spec  # noqa: PLC0415
+    from oci_hook.injection import parse_object  # noqa: PLC0415
 
-    container_id = str((parse_spec(state) or {}).get("id", ""))
+    container_id = str((parse_object(state) or {}).get("id", ""))
     if is_safe_id(container_id):
         forget_container(settings.run_dir, container_id)
 

@@ -12,7 +12,7 @@ import time
 
 from oci_hook.control_directory import is_safe_id
 from oci_hook.edits import BUILD_ID_ANNOTATION, LIBC_ANNOTATION
-from oci_hook.injection import parse_spec, to_bytes
+from oci_hook.injection import parse_object, to_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def new_state(
 
 def state_from_hook(settings: Settings, document: bytes) -> tuple[str, bytes] | None:
     """The id and the state file's content from the OCI state that a hook gets on stdin."""
-    state = parse_spec(document) or {}
+    state = parse_object(document) or {}
     container_id, pid, bundle = str(state.get("id", "")), state.get("pid"), str(state.get("bundle", ""))
     if not is_safe_id(container_id) or not isinstance(pid, int) or pid <= 0:
         return None

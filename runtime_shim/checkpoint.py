@@ -35,9 +35,9 @@ from gpu_state.processes import GpuProcess
 from gpu_state.undo import Undo
 from image_format import security_config
 from image_format.file_names import is_ours
-from image_format.keys import load_signing_key
 from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
+from image_format.trust.keys import load_signing_key
 from oci_hook.control_directory import forget_container
 from runtime_shim import debug_log, freezer, seen, state_file, store_side
 from runtime_shim.parent_side import ParentCheckpoint, leased_parent
@@ -57,8 +57,8 @@ from vgpu_errors import (
 )
 
 if TYPE_CHECKING:
-    from image_format.keys import SigningKey
     from image_format.record import Record
+    from image_format.trust.keys import SigningKey
     from oci_hook.settings import Settings
     from runtime_shim.arguments import Arguments
     from runtime_shim.low_level import LowLevel

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from image_format import seal_documents
-from image_format.policy import Policy
 from image_format.record import Parent
 from image_format.store import Store
+from image_format.trust.policy import Policy
 from image_format.verifying import Directory
 from image_format.vram import read_fragment
 from runtime_shim import debug_log

@@ -14,7 +14,7 @@ from gpu_state.fitness import requirements_from
 from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from image_format import security_config
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
-from image_format.seen_generations import SeenGenerations
+from image_format.trust.seen_generations import SeenGenerations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ from gpu_state.fitness import Finding, device_map, findings, musts
 from gpu_state.node_facts import NodeFacts
 from image_format import security_config
 from image_format.file_names import RECORD_NAME
-from image_format.policy import Policy
+from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
 from oci_hook.bundle_file import BundleFile
 from oci_hook.gpu_detection import is_gpu_container

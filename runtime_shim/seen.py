@@ -1,6 +1,6 @@
 """Which generation of a container this node has seen last, asked at a restore and noted after what succeeded.
 
-The decision is image_format/freshness.py's. A memory that cannot be written is told in the debug log and stops nobody.
+The decision is image_format/trust/freshness.py's. A memory that cannot be written is told in the debug log and stops nobody.
 Called by checkpoint.py and restore.py.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import datetime as dt
 from typing import TYPE_CHECKING
 
-from image_format import freshness
-from image_format.seen_generations import SeenGenerations
+from image_format.trust import freshness
+from image_format.trust.seen_generations import SeenGenerations
 from runtime_shim import debug_log
 from vgpu_errors import VgpuError
 
 if TYPE_CHECKING:
-    from image_format.policy import Policy
+    from image_format.trust.policy import Policy
     from image_format.verifying import Verified
     from oci_hook.settings import Settings
 

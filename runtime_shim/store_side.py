@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from image_format import reference
+from image_format.references import reference
 from image_format.store import Store
 from oci_hook.settings import CONFIG_PATH
 from runtime_shim import debug_log
@@ -18,7 +18,7 @@ from vgpu_errors import BadConfiguration, ContentElsewhere, UnsupportedRequest, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from image_format.policy import Policy
+    from image_format.trust.policy import Policy
     from oci_hook.settings import Settings
     from runtime_shim.arguments import Arguments
     from runtime_shim.phase_log import PhaseLog

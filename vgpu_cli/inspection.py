@@ -14,10 +14,10 @@ from vgpu_errors import ImageError, NoSuchImage, Unsigned, UntrustedKey, VgpuErr
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import Policy
     from image_format.record import Record
     from image_format.seal_documents import Claimed
     from image_format.source import ClaimedSource
+    from image_format.trust.policy import Policy
 
 AGENT_DEADLINE_S = 15.0
 

@@ -122,7 +122,7 @@ def node_files(runtime_conf: str) -> list[PlannedFile]:
 
 def node_key_files() -> list[PlannedFile]:
     """A fresh key pair; never planned where the node has a key already."""
-    from image_format.keys import make_node_key  # noqa: PLC0415 - cryptography takes 40 ms, only this step needs it
+    from image_format.trust.keys import make_node_key  # noqa: PLC0415 - cryptography takes 40 ms, only this step needs it
 
     with tempfile.TemporaryDirectory(prefix="vgpu-key-") as folder:  # mode 0700
         key = make_node_key(Path(folder))

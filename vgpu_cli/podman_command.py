@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_format.ocistore import LayoutDirectory
+from image_format.archives.ocistore import LayoutDirectory
 from vgpu_errors import EngineFailed, NoSuchImage, ToolMissing
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What `vgpu verify` does with an image in a registry: who signed it, and whether its own documents hold.
 
 Downloads no pack unless asked for: what a trusted key has signed is the manifest, and that names every blob by digest.
-Prints nothing of an image that is refused. Called by the verb; decisions are `image_format.referrer_signatures`' and `seal_documents`'.
+Prints nothing of an image that is refused. Called by the verb; decisions are `image_format.trust.referrer_signatures`' and `seal_documents`'.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from vgpu_cli import passphrases, registry_source
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import Policy
-    from image_format.referrer_signatures import VerifiedImage
     from image_format.registry import Registry
     from image_format.seal_documents import Claims
+    from image_format.trust.policy import Policy
+    from image_format.trust.referrer_signatures import VerifiedImage
     from vgpu_cli.output import Output
 
 SCRATCH = "/var/tmp"  # noqa: S108 - a folder of its own below it, 0700
@@ -29,8 +29,9 @@ READ = "every chunk was fetched and compared with its signed id"
 
 def verify(args: argparse.Namespace, policy: Policy, out: Output) -> None:
     """Verify the image and print what was found; a fault is raised."""
-    from image_format import referrer_signatures, remote_documents, seal_documents  # noqa: PLC0415
-    from image_format.seen_generations import refuse_stale  # noqa: PLC0415
+    from image_format import seal_documents  # noqa: PLC0415
+    from image_format.trust import referrer_signatures, remote_documents  # noqa: PLC0415
+    from image_format.trust.seen_generations import refuse_stale  # noqa: PLC0415
 
     with registry_source.open_registry(args.source, args) as registry:
         where = str(registry.reference)

@@ -1,6 +1,6 @@
 """An image in a registry as a SOURCE of `vgpu sign` and `vgpu verify`: which words mean one, and how it is reached.
 
-Refuses a name without a registry's host. Decides nothing about trust; `image_format.referrer_signatures` does.
+Refuses a name without a registry's host. Decides nothing about trust; `image_format.trust.referrer_signatures` does.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from containerd_integration.api.connection import is_missing, is_there_already
 from containerd_integration.api.wire import message
-from image_format.containerd_index import Descriptor
+from image_format.archives.containerd_index import Descriptor
 from vgpu_errors import ContentMismatch, EngineFailed, LimitExceeded
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from containerd_integration.api.definitions import PACKAGES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from image_format.containerd_index import Descriptor
+    from image_format.archives.containerd_index import Descriptor
 
 _FIELD_TYPES = descriptor_pb2.FieldDescriptorProto
 SCALARS = {

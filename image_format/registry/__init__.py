@@ -6,7 +6,7 @@
     uploads, downloads, manifests, referrers        the four things that are moved
     client       all of it for one repository       parallel     many transfers at once
 
-Knows nothing of checkpoints: `image_format.transport` says what to move, `image_format.packed` what is in it.
+Knows nothing of checkpoints: `image_format.transport` says what to move, `image_format.packs.packed` what is in it.
 Importing this package costs as much as urllib3; the names are loaded when they are asked for.
 """
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from image_format.chunk_index import Index
-    from image_format.policy import Policy
     from image_format.store.checkpoints import StoredCheckpoint
     from image_format.store.identity import Extent
+    from image_format.trust.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from image_format.chunk_index import Index
-    from image_format.policy import Policy
     from image_format.store.checkpoints import StoredCheckpoint
     from image_format.store.usage import StoreUsage
+    from image_format.trust.policy import Policy
 
 DEFAULT_ROOT = "/var/lib/vgpu/store"
 RECEIVING_PREFIX = "receiving-"

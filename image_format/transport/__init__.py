@@ -7,7 +7,7 @@
     watching     what a transfer tells meanwhile
 
 Trust carries over by the content root: the packed index that was pushed has the same one as the sealed index, which the
-signature covers. `image_format.packed` decides what is in a pack, `image_format.registry` moves bytes; this ties them.
+signature covers. `image_format.packs.packed` decides what is in a pack, `image_format.registry` moves bytes; this ties them.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ import tarfile
 import tempfile
 from typing import IO, TYPE_CHECKING
 
-from image_format.archive import verify_archive
-from image_format.archive_scan import PREFIX
-from image_format.archive_sources import Decompressed, FileSource
+from image_format.archives.archive import verify_archive
+from image_format.archives.archive_scan import PREFIX
+from image_format.archives.archive_sources import Decompressed, FileSource
+from image_format.archives.tar_editing import RawMember, TarEditor, TarWriter, new_file
+from image_format.archives.tar_reader import Kind, Member
 from image_format.file_names import ALLOWED_UNSIGNED
 from image_format.store.placing import open_sized
-from image_format.tar_editing import RawMember, TarEditor, TarWriter, new_file
-from image_format.tar_reader import Kind, Member
 from vgpu_errors import RegistryContentWrong, UnexpectedEntry, UnsupportedRequest
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from image_format.manifest import Descriptor
-    from image_format.policy import Policy
     from image_format.transport.pulling import Remote
+    from image_format.trust.policy import Policy
 
 COMPRESSIONS = {".tar": "none", ".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 _PIECE_BYTES = 4 << 20

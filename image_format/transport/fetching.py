@@ -20,10 +20,10 @@ from vgpu_errors import ContentElsewhere, ContentMismatch, VgpuError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from image_format.policy import Policy
-    from image_format.reference import ReferenceNote
+    from image_format.references.reference import ReferenceNote
     from image_format.store import Store
     from image_format.transport.watching import Watcher
+    from image_format.trust.policy import Policy
 
 
 def fetch_missing(

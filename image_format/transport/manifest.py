@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from image_format import canonical_json
-from image_format.bundle import BUNDLE_TYPE, MAX_BUNDLE_BYTES
+from image_format.archives.small_files import MEDIA_TYPE as SMALL_FILES_TYPE
 from image_format.fields import Fields
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SIGNATURE_NAME
 from image_format.index_model import MAX_INDEX_BYTES
@@ -27,10 +27,10 @@ from image_format.manifest import (
     Descriptor,
     check_kind,
 )
-from image_format.packed import RAW_PACK_TYPE, ZSTD_PACK_TYPE
+from image_format.packs.packed import RAW_PACK_TYPE, ZSTD_PACK_TYPE
 from image_format.record import MAX_RECORD_BYTES
-from image_format.remote_documents import SEALED_MANIFEST_TYPE
-from image_format.small_files import MEDIA_TYPE as SMALL_FILES_TYPE
+from image_format.trust.bundle import BUNDLE_TYPE, MAX_BUNDLE_BYTES
+from image_format.trust.remote_documents import SEALED_MANIFEST_TYPE
 from vgpu_errors import ContentMismatch, ImageError, LimitExceeded
 
 if TYPE_CHECKING:

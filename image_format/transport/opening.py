@@ -19,10 +19,10 @@ from vgpu_errors import ContentMismatch, ImageError, LimitExceeded, RegistryCont
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from image_format.archives.tar_reader import Readable
     from image_format.encryption import Identity, ImageCipher
     from image_format.fields import Fields
     from image_format.registry import Registry
-    from image_format.tar_reader import Readable
     from image_format.transport.manifest import TransportManifest
 
 INNER_NAME = "manifest"

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 from image_format import canonical_json, seal_documents
 from image_format.chunk_index import from_bytes as index_from_bytes
-from image_format.encrypted_record import ENCRYPTED_RECORD_TYPE
+from image_format.encryption.encrypted_record import ENCRYPTED_RECORD_TYPE
 from image_format.fields import Fields
 from image_format.file_names import MANIFEST_NAME, SIGNATURE_NAME
 from image_format.manifest import ARTIFACT_TYPE, check_kind
+from image_format.packs.unpacking import Unpacker
 from image_format.registry.manifests import INDEX_TYPE
 from image_format.registry.parallel import for_each
 from image_format.registry.reference import Reference, is_digest
 from image_format.transport.manifest import MAX_BYTES, TransportManifest
 from image_format.transport.opening import EncryptedBlobs, PlainBlobs, open_encrypted
 from image_format.transport.watching import Counts, Watcher
-from image_format.unpacking import Unpacker
 from image_format.verifying import read_claims
 from vgpu_errors import ContentMismatch, NoSuchImage, Unsigned, VgpuError
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from image_format.encryption import Identity
     from image_format.index_model import Index
-    from image_format.policy import Policy
+    from image_format.packs.unpacking import Range
     from image_format.registry import Registry
     from image_format.seal_documents import Claims
     from image_format.store import Store
     from image_format.transport.notes import Notes
     from image_format.transport.opening import Blobs
-    from image_format.unpacking import Range
+    from image_format.trust.policy import Policy
 
 MAX_RELATIVES = 4
 

@@ -16,22 +16,22 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING
 
-from image_format.bundle import BUNDLE_TYPE
+from image_format.archives.small_files import MEDIA_TYPE as SMALL_FILES_TYPE
+from image_format.archives.small_files import write_small_files
 from image_format.chunk_index import from_bytes as index_from_bytes
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SIGNATURE_NAME
 from image_format.hashing import thread_count
 from image_format.manifest import INDEX_TYPE, MANIFEST_TYPE, RECORD_TYPE, Descriptor
-from image_format.pack_streams import measure_packs, open_pack
-from image_format.packed import earlier_packs, packed_index_bytes, plan_packs
+from image_format.packs.pack_streams import measure_packs, open_pack
+from image_format.packs.packed import earlier_packs, packed_index_bytes, plan_packs
 from image_format.registry.parallel import for_each
 from image_format.registry.reference import Reference
-from image_format.remote_documents import SEALED_MANIFEST_TYPE
-from image_format.small_files import MEDIA_TYPE as SMALL_FILES_TYPE
-from image_format.small_files import write_small_files
 from image_format.transport.blobs import Blob, Sender
 from image_format.transport.encrypting import encrypt
 from image_format.transport.manifest import ENGINE_FILES_TYPE, PACKED_INDEX_TYPE, TransportManifest
 from image_format.transport.watching import Counts, Watcher
+from image_format.trust.bundle import BUNDLE_TYPE
+from image_format.trust.remote_documents import SEALED_MANIFEST_TYPE
 from vgpu_errors import ImageError, NotInRegistry, RegistryError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from image_format.encryption import Recipient
-    from image_format.packed import Compression, EarlierPack, Layout, PackedPlan
+    from image_format.packs.packed import Compression, EarlierPack, Layout, PackedPlan
     from image_format.registry import Registry
     from image_format.transport.notes import Notes
     from image_format.transport.sources import SealedSource

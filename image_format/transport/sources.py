@@ -16,22 +16,24 @@ from typing import IO, TYPE_CHECKING, cast
 
 import zstandard
 
-from image_format import archive, reference, seal_documents
-from image_format.archive_sources import Decompressed, FileSource
+from image_format import seal_documents
+from image_format.archives import archive
+from image_format.archives.archive_sources import Decompressed, FileSource
+from image_format.archives.tar_editing import TarEditor, TarWriter
 from image_format.file_names import ALLOWED_UNSIGNED, REFERENCE_NAME, SEAL_NAMES
-from image_format.reference_archive import sealed_name
+from image_format.references import reference
+from image_format.references.reference_archive import sealed_name
 from image_format.store import Store
 from image_format.store.placing import explained
-from image_format.tar_editing import TarEditor, TarWriter
 from image_format.verifying import Directory
 from vgpu_errors import ContentElsewhere, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from image_format.policy import Policy
+    from image_format.archives.tar_editing import RawMember
     from image_format.seal_documents import Claims
-    from image_format.tar_editing import RawMember
+    from image_format.trust.policy import Policy
 
 INNER_FOLDER = "checkpoint"
 ZSTD_LEVEL = 3

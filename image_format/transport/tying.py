@@ -18,21 +18,22 @@ import time
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from image_format import canonical_json, ocistore
-from image_format.archive_scan import PREFIX
-from image_format.archive_sources import Decompressed
+from image_format import canonical_json
+from image_format.archives import ocistore
+from image_format.archives.archive_scan import PREFIX
+from image_format.archives.archive_sources import Decompressed
+from image_format.archives.tar_editing import TarEditor, TarWriter
 from image_format.file_names import MANIFEST_NAME, REFERENCE_NAME
 from image_format.manifest import ARTIFACT_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
-from image_format.reference import MAX_LOCATIONS, MAX_REFERENCE_BYTES, ReferenceNote
+from image_format.references.reference import MAX_LOCATIONS, MAX_REFERENCE_BYTES, ReferenceNote
 from image_format.registry.manifests import INDEX_TYPE, digest_of
-from image_format.tar_editing import TarEditor, TarWriter
 from image_format.transport.blobs import Blob, Sender
 from vgpu_errors import ContentMismatch, LimitExceeded, NoSuchImage
 
 if TYPE_CHECKING:
-    from image_format.ocistore import Layout
+    from image_format.archives.ocistore import Layout
+    from image_format.archives.tar_editing import RawMember
     from image_format.registry import Registry
-    from image_format.tar_editing import RawMember
     from image_format.transport.pushing import Pushed
     from image_format.transport.watching import Counts, Watcher
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from image_format import canonical_json
-from image_format.bundle import Bundle
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SIGNATURE_NAME
-from image_format.keys import SigningKey, load_signing_key
 from image_format.sealing import sign
+from image_format.trust.bundle import Bundle
+from image_format.trust.keys import SigningKey, load_signing_key
 
 if TYPE_CHECKING:
     from tests.hosts.host import TestHost

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 import vgpu_errors
 from image_format.file_names import INDEX_NAME, RECORD_NAME, SIGNATURE_NAME
-from image_format.keys import SigningKey
+from image_format.trust.keys import SigningKey
 from tests.engines.archives import PREFIX, Archive, node_key
 from tests.engines.gpu_container import GpuContainer, restore
 from tests.engines.prepared import LOW_LEVEL, configured, digest, used_bytes

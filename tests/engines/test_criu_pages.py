@@ -14,9 +14,9 @@ import pytest
 from image_format import chunk_index
 from image_format.file_names import INDEX_NAME
 from image_format.index_model import CHUNK_SIZE, RegionKind
-from image_format.keys import SigningKey
-from image_format.policy import Policy, TrustedKey
 from image_format.sealing import seal
+from image_format.trust.keys import SigningKey
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 from tests.format.make_vectors import base_record
 

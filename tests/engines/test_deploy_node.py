@@ -94,7 +94,7 @@ def other_key():
     import tempfile
     from pathlib import Path
 
-    from image_format.keys import make_node_key
+    from image_format.trust.keys import make_node_key
 
     with tempfile.TemporaryDirectory() as folder:
         make_node_key(Path(folder))

@@ -12,9 +12,9 @@ import pytest
 
 import vgpu_errors
 from image_format import canonical_json
-from image_format.bundle import Bundle
 from image_format.file_names import SIGNATURE_NAME
 from image_format.sealing import sign
+from image_format.trust.bundle import Bundle
 from tests.engines.archives import PREFIX, Archive, node_key
 from tests.engines.gpu_container import GpuContainer, restore
 

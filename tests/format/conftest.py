@@ -2,8 +2,8 @@
 
 import pytest
 
-from image_format.keys import make_node_key
-from image_format.policy import Policy
+from image_format.trust.keys import make_node_key
+from image_format.trust.policy import Policy
 from tests.format.make_vectors import base_files, base_record
 
 

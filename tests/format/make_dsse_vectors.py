@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from image_format.keys import SigningKey
+from image_format.trust.keys import SigningKey
 from tests.format.make_vectors import TRUSTED
 
 VECTORS = Path(__file__).parents[2] / "spec" / "vectors" / "dsse"

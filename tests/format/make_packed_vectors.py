@@ -21,13 +21,13 @@ import zstandard
 from blake3 import blake3
 
 from image_format import chunk_index, sealing
+from image_format.archives.small_files import write_small_files
 from image_format.content_root import content_root
 from image_format.file_names import SEAL_NAMES
 from image_format.hashing import HashedFile
 from image_format.index_model import Codec
-from image_format.pack_streams import measure_packs, open_pack
-from image_format.packed import packed_index, packed_index_bytes, plan_packs
-from image_format.small_files import write_small_files
+from image_format.packs.pack_streams import measure_packs, open_pack
+from image_format.packs.packed import packed_index, packed_index_bytes, plan_packs
 from tests.format.make_vectors import (
     TRUSTED,
     Sealed,

@@ -24,14 +24,14 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from image_format import canonical_json, chunk_index, sealing, security_config
-from image_format.bundle import Bundle
 from image_format.chunk_index import CHUNK_SIZE, chunk_count_of
-from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.file_names import INDEX_NAME, MANIFEST_NAME, RECORD_NAME, SIGNATURE_NAME
 from image_format.hashing import HashedFile
-from image_format.keys import SigningKey
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record, Requirement
-from image_format.statement import PAYLOAD_TYPE
+from image_format.trust.bundle import Bundle
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.keys import SigningKey
+from image_format.trust.statement import PAYLOAD_TYPE
 
 VECTORS = Path(__file__).parents[2] / "spec" / "vectors" / "1.0"
 CONTAINER_ID = "3f" * 32

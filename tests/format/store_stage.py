@@ -12,10 +12,10 @@ from pathlib import Path
 import zstandard
 
 from image_format.file_names import FRAGMENT_NAME
-from image_format.keys import load_signing_key
 from image_format.record import Container
 from image_format.sealing import seal
 from image_format.store import Store
+from image_format.trust.keys import load_signing_key
 from image_format.vram import VramFragment, write_fragment
 from tests.format.make_staged_vectors import large
 from tests.format.make_vectors import base_files

@@ -12,10 +12,10 @@ import pytest
 import zstandard
 
 from image_format import source
-from image_format.archive import read_archive_claims, verify_archive
+from image_format.archives.archive import read_archive_claims, verify_archive
 from image_format.chunk_index import CHUNK_SIZE
-from image_format.keys import load_signing_key
 from image_format.sealing import seal
+from image_format.trust.keys import load_signing_key
 from tests.format.make_vectors import CONFIG, make_tar, oci_files
 from vgpu_errors import ImageError, LimitExceeded, NoSuchImage, Truncated, UnsafeName, Unsigned, VgpuError
 

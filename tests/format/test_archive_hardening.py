@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from image_format import archive, chunk_index, ocistore, source, vram
-from image_format.policy import Policy, TrustedKey
+from image_format import chunk_index, source, vram
+from image_format.archives import archive, ocistore
+from image_format.trust.policy import Policy, TrustedKey
 from tests.format.make_vectors import FOLDER, TRUSTED, describe, make_tar, oci_files
 from tests.format.tricky_tars import SEALED, TRICKS, WHOLE, base256, header, with_last
 from vgpu_errors import ImageError, NoSuchImage, VgpuError
@@ -223,7 +224,7 @@ def test_an_archive_that_is_to_be_pushed_is_not_unpacked_before_its_signature_ho
 def test_an_archive_that_is_to_be_repacked_writes_no_result_that_a_signature_does_not_hold_for(
     verb, case, archived, tmp_path
 ):
-    from image_format import reference_archive
+    from image_format.references import reference_archive
     from image_format.store import Store
 
     store = Store.open(tmp_path / "store")
@@ -323,10 +324,10 @@ CLAIMS = {
 def action_of(parse, data, folder):
     from gpu_state.preload_frames import FrameError, FrameReader
     from gpu_state.requests import Request
-    from image_format.bundle import Bundle
     from image_format.manifest import Manifest
-    from image_format.policy import parse_default
     from image_format.record import Record
+    from image_format.trust.bundle import Bundle
+    from image_format.trust.policy import parse_default
 
     def frames():
         try:

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from image_format import chunk_index
-from image_format.archive import verify_archive
+from image_format.archives.archive import verify_archive
+from image_format.archives.small_files import write_small_files
 from image_format.file_names import FRAGMENT_NAME, PARTIAL_PREFIX, SIGNATURE_NAME
-from image_format.pack_streams import measure_packs, open_pack
-from image_format.packed import packed_index, plan_packs
-from image_format.policy import Policy, TrustedKey
+from image_format.packs.pack_streams import measure_packs, open_pack
+from image_format.packs.packed import packed_index, plan_packs
+from image_format.packs.unpacking import Unpacker
 from image_format.sealing import seal
-from image_format.small_files import write_small_files
-from image_format.unpacking import Unpacker
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 from image_format.vram import VramFragment, write_fragment
 from tests.format import independent_reader

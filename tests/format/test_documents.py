@@ -9,10 +9,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from image_format import canonical_json, keys
-from image_format.keys import SigningKey, load_public_key, load_signing_key, make_node_key
-from image_format.policy import Policy, load_trusted
+from image_format import canonical_json
 from image_format.record import KNOWN_FEATURES, Phase, Record, lowest_version
+from image_format.trust import keys
+from image_format.trust.keys import SigningKey, load_public_key, load_signing_key, make_node_key
+from image_format.trust.policy import Policy, load_trusted
 from vgpu_errors import BadConfiguration, FormatTooNew, ImageError, LimitExceeded, UnknownFeature
 
 

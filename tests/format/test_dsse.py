@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from image_format.dsse import MAX_PAYLOAD_BYTES, Envelope, pre_authentication_encoding
 from image_format.fields import Fields
-from image_format.keys import parse_public_key
+from image_format.trust.dsse import MAX_PAYLOAD_BYTES, Envelope, pre_authentication_encoding
+from image_format.trust.keys import parse_public_key
 from vgpu_errors import ImageError
 
 VECTORS = Path(__file__).parents[2] / "spec" / "vectors" / "dsse"

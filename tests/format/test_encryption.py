@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from image_format import canonical_json, key_files
+from image_format import canonical_json
 from image_format.encryption import (
     FRAME_SIZE,
     DecryptingWriter,
@@ -29,7 +29,8 @@ from image_format.encryption import (
     plain_size_of,
     seal_stream,
 )
-from image_format.frame_cipher import HEADER_BYTES, OVERHEAD
+from image_format.encryption.frame_cipher import HEADER_BYTES, OVERHEAD
+from image_format.trust import key_files
 from tests.format.make_encryption_vectors import VECTORS, make
 from vgpu_errors import (
     BadConfiguration,

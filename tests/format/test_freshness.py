@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from image_format import freshness, seen_generations
-from image_format.freshness import SignedTimes, check, expiry_of, parse_time, time_text
-from image_format.policy import Policy
-from image_format.seen_generations import SeenGenerations
+from image_format.trust import freshness, seen_generations
+from image_format.trust.freshness import SignedTimes, check, expiry_of, parse_time, time_text
+from image_format.trust.policy import Policy
+from image_format.trust.seen_generations import SeenGenerations
 from vgpu_errors import DeadlineExceeded, Expired, ImageError, OlderGeneration, UserError
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)

@@ -5,8 +5,15 @@ import os
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, rsa, x25519
 
-from image_format import key_files
-from image_format.keys import KEY_TYPES, SigningKey, load_public_key, load_signing_key, make_node_key, parse_public_key
+from image_format.trust import key_files
+from image_format.trust.keys import (
+    KEY_TYPES,
+    SigningKey,
+    load_public_key,
+    load_signing_key,
+    make_node_key,
+    parse_public_key,
+)
 from vgpu_errors import BadConfiguration
 
 every_type = pytest.mark.parametrize("kind", KEY_TYPES)

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from image_format import chunk_index, pack_streams, seal_documents, target_files
+from image_format import chunk_index, seal_documents
+from image_format.archives.small_files import read_small_files, write_small_files
 from image_format.index_model import MAX_SMALL_FILE, PACK_ALIGNMENT, Codec, RegionKind
-from image_format.pack_streams import measure_packs, open_pack
-from image_format.packed import (
+from image_format.packs import pack_streams, target_files
+from image_format.packs.pack_streams import measure_packs, open_pack
+from image_format.packs.packed import (
     RAW_PACK_TYPE,
     ZSTD_PACK_TYPE,
     Compression,
@@ -25,9 +27,8 @@ from image_format.packed import (
     packed_index_bytes,
     plan_packs,
 )
-from image_format.policy import Policy, TrustedKey
-from image_format.small_files import read_small_files, write_small_files
-from image_format.unpacking import MARK_NAME, Unpacker, unpack
+from image_format.packs.unpacking import MARK_NAME, Unpacker, unpack
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 from tests.format import independent_reader
 from tests.format.make_vectors import TRUSTED, pattern

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from image_format import archive_scan, chunk_index, pagemap, stream_cuts
-from image_format.archive import verify_archive
+from image_format import chunk_index, pagemap
+from image_format.archives import archive_scan, stream_cuts
+from image_format.archives.archive import verify_archive
 from image_format.index_model import CHUNK_SIZE, MAX_SMALL_FILE, RegionKind
-from image_format.keys import load_signing_key
 from image_format.sealing import seal
+from image_format.trust.keys import load_signing_key
 from image_format.verifying import verify_directory
 from tests.format.pages_images import MAGICS, PAGE, Run, entry, message, page_at, pages
 from tests.format.pages_images import pagemap as make_pagemap

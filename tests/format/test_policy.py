@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from image_format.keys import KEY_TYPES, SigningKey, make_node_key
-from image_format.policy import Policy, load_trusted
+from image_format.trust.keys import KEY_TYPES, SigningKey, make_node_key
+from image_format.trust.policy import Policy, load_trusted
 from vgpu_errors import BadConfiguration
 
 RULES = [

@@ -11,10 +11,8 @@ import tarfile
 
 import pytest
 
-from image_format import reference
-from image_format.keys import make_node_key
-from image_format.policy import Policy
 from image_format.record import Container
+from image_format.references import reference
 from image_format.registry import Reference, Registry, Retries
 from image_format.sealing import seal
 from image_format.store import Store
@@ -22,6 +20,8 @@ from image_format.transport import Notes, fetch_missing, look, open_source, pull
 from image_format.transport.manifest import TransportManifest
 from image_format.transport.pulling import PullOptions
 from image_format.transport.pushing import PushOptions
+from image_format.trust.keys import make_node_key
+from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
 from tests.format.make_vectors import base_files, base_record
 from tests.format.store_stage import Stage

@@ -12,13 +12,14 @@ import tarfile
 import pytest
 
 import vgpu_errors
-from image_format import ocistore, reference
+from image_format.archives import ocistore
 from image_format.encryption import Identity
-from image_format.policy import Policy
+from image_format.references import reference
 from image_format.registry import Registry, Retries
 from image_format.transport import Notes, look, open_source, push
 from image_format.transport.tying import tie
 from image_format.transport.watching import Counts, Watcher
+from image_format.trust.policy import Policy
 from tests.format.store_stage import Stage
 from tests.format.test_push_pull import BULK, archive_of, random_bytes, same_files, seal_bulk
 from tests.simulators.registry import RegistrySimulator

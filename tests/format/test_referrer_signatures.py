@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from image_format import canonical_json, referrer_signatures, remote_documents, seal_documents, simple_signing
-from image_format.bundle import BUNDLE_TYPE, Bundle
-from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format import canonical_json, seal_documents
 from image_format.encryption import ENCRYPTED_RECORD_TYPE, EncryptedRecord, Identity
-from image_format.freshness import time_text
-from image_format.image_statement import COSIGN_SIGN, ImageStatement
-from image_format.keys import SigningKey
 from image_format.manifest import ARTIFACT_TYPE, INDEX_TYPE, MANIFEST_TYPE, RECORD_TYPE
-from image_format.policy import ALLOW_UNSIGNED, Policy, TrustedKey
-from image_format.referrer_signatures import sign_image, verify_image
 from image_format.registry import Registry
-from image_format.remote_documents import SEALED_MANIFEST_TYPE
-from image_format.simple_signing import Payload, SignatureLayer, signature_tag
-from image_format.statement import PAYLOAD_TYPE
+from image_format.trust import referrer_signatures, remote_documents, simple_signing
+from image_format.trust.bundle import BUNDLE_TYPE, Bundle
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.freshness import time_text
+from image_format.trust.image_statement import COSIGN_SIGN, ImageStatement
+from image_format.trust.keys import SigningKey
+from image_format.trust.policy import ALLOW_UNSIGNED, Policy, TrustedKey
+from image_format.trust.referrer_signatures import sign_image, verify_image
+from image_format.trust.remote_documents import SEALED_MANIFEST_TYPE
+from image_format.trust.simple_signing import Payload, SignatureLayer, signature_tag
+from image_format.trust.statement import PAYLOAD_TYPE
 from tests.format.make_vectors import TRUSTED, Sealed, base_files
 from tests.simulators.registry import RegistrySimulator, Settings
 from vgpu_errors import (

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from image_format import canonical_json, resigning
-from image_format.bundle import Bundle
-from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format import canonical_json
 from image_format.file_names import SIGNATURE_NAME
-from image_format.keys import SigningKey, load_signing_key
-from image_format.policy import ALLOW_UNSIGNED, Policy, TrustedKey
-from image_format.resigning import resign
 from image_format.sealing import seal, sign
-from image_format.statement import PAYLOAD_TYPE, Statement
+from image_format.trust import resigning
+from image_format.trust.bundle import Bundle
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.keys import SigningKey, load_signing_key
+from image_format.trust.policy import ALLOW_UNSIGNED, Policy, TrustedKey
+from image_format.trust.resigning import resign
+from image_format.trust.statement import PAYLOAD_TYPE, Statement
 from image_format.verifying import verify_directory
 from vgpu_errors import BadSignature, ContentMismatch, ImageError, NoSuchImage, Unsigned, UntrustedKey
 

@@ -8,8 +8,8 @@ import pytest
 
 from image_format import sealing
 from image_format.file_names import SEAL_NAMES
-from image_format.keys import load_signing_key
 from image_format.sealing import remove_old_seal, seal
+from image_format.trust.keys import load_signing_key
 from image_format.verifying import verify_directory
 from vgpu_errors import NoSuchImage, NotEnoughSpace, UnexpectedEntry, UnsafeName, Unsigned, VgpuError
 

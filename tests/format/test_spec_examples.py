@@ -8,13 +8,14 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from image_format import chunk_index, file_names, image_statement
-from image_format.dsse import Envelope, pre_authentication_encoding
+from image_format import chunk_index, file_names
 from image_format.encryption import ENCRYPTED_RECORD_TYPE, EncryptedRecord
-from image_format.image_statement import ImageStatement
-from image_format.policy import parse_default
 from image_format.record import Record
-from image_format.statement import Statement
+from image_format.trust import image_statement
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.image_statement import ImageStatement
+from image_format.trust.policy import parse_default
+from image_format.trust.statement import Statement
 
 SPEC = Path(__file__).parents[2] / "spec"
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in sorted(SPEC.glob("*.schema.json"))}

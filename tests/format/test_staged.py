@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from image_format import archive_scan, chunk_index, sealing, stream_cuts, vram
-from image_format.archive import verify_archive
+from image_format import chunk_index, sealing, vram
+from image_format.archives import archive_scan, stream_cuts
+from image_format.archives.archive import verify_archive
 from image_format.chunk_index import CHUNK_SIZE, Index, Pack
 from image_format.file_names import FRAGMENT_NAME, MAX_PACKS, is_pack
-from image_format.keys import load_signing_key
 from image_format.record import Record
 from image_format.sealing import remove_old_seal, seal
+from image_format.trust.keys import load_signing_key
 from image_format.verifying import read_claims, verify_directory
 from image_format.vram import ChunkPlace, VramFragment, VramRegion, pack_name, read_fragment, write_fragment
 from tests.format.make_staged_vectors import FIRST, SECOND, TAIL, THIRD, entry, large, small

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from image_format import chunk_index, reference_archive
+from image_format import chunk_index
 from image_format.chunk_index import CHUNK_SIZE
 from image_format.file_names import INDEX_NAME, is_pack
+from image_format.references import reference_archive
 from image_format.store import Store, placing
 from image_format.store.identity import BulkFile, Extent, bulk_files, content_id, extents
 from image_format.verifying import verify_directory

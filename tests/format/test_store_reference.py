@@ -13,12 +13,12 @@ import pytest
 import zstandard
 from jsonschema import Draft202012Validator
 
-from image_format import reference, reference_archive, reference_directory
-from image_format.archive import verify_archive
+from image_format.archives.archive import verify_archive
 from image_format.file_names import INDEX_NAME, REFERENCE_NAME, SIGNATURE_NAME
-from image_format.policy import Policy
-from image_format.reference import ReferenceNote
+from image_format.references import reference, reference_archive, reference_directory
+from image_format.references.reference import ReferenceNote
 from image_format.store import Store
+from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
 from tests.format.store_stage import MIB, PAGES, Cut, Stage, in_child, make_archive, pattern_bytes
 from vgpu_errors import (

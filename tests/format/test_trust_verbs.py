@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from image_format import seen_generations
-from image_format.keys import load_public_key, make_node_key
-from image_format.recipients import Recipient
+from image_format.encryption.recipients import Recipient
 from image_format.registry import Registry
-from image_format.seen_generations import SeenGenerations
+from image_format.trust import seen_generations
+from image_format.trust.keys import load_public_key, make_node_key
+from image_format.trust.seen_generations import SeenGenerations
 from tests.format.make_vectors import CONTAINER_ID
 from tests.format.test_referrer_signatures import IMAGE, put_checkpoint
 from tests.format.test_spec_examples import validator

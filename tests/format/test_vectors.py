@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from image_format import chunk_index, seal_documents, source, unpacking
+from image_format import chunk_index, seal_documents, source
 from image_format.file_names import SEAL_NAMES
-from image_format.keys import load_public_key
-from image_format.policy import Policy, TrustedKey
+from image_format.packs import unpacking
+from image_format.trust.keys import load_public_key
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 from tests.format import independent_reader, make_packed_vectors, make_staged_vectors, make_vectors
 from vgpu_errors import VgpuError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from image_format.keys import make_node_key
+from image_format.trust.keys import make_node_key
 from tests.format.make_vectors import TRUSTED, UNKNOWN
 from tests.format.test_spec_examples import validator
 from vgpu_cli import main as cli

@@ -8,12 +8,12 @@ import json
 
 import pytest
 
-from image_format.encrypted_record import EncryptedRecord
-from image_format.policy import Policy
-from image_format.recipients import Identity
+from image_format.encryption.encrypted_record import EncryptedRecord
+from image_format.encryption.recipients import Identity
 from image_format.registry import Registry
 from image_format.transport import Notes, open_source, push
 from image_format.transport.pushing import PushOptions
+from image_format.trust.policy import Policy
 from tests.conftest import output_validator
 from tests.format.make_vectors import GPU
 from tests.format.store_stage import Stage

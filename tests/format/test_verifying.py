@@ -8,9 +8,9 @@ import pytest
 from image_format import hashing, sealing, verifying
 from image_format.chunk_index import CHUNK_SIZE, Codec
 from image_format.hashing import FileToHash, hash_files
-from image_format.keys import SigningKey, load_signing_key
-from image_format.policy import ALLOW_UNSIGNED, Policy
 from image_format.sealing import remove_old_seal, seal
+from image_format.trust.keys import SigningKey, load_signing_key
+from image_format.trust.policy import ALLOW_UNSIGNED, Policy
 from image_format.verifying import read_claims, verify_directory
 from vgpu_errors import ContentMismatch, NoSuchImage, Truncated, Unsigned, UntrustedKey
 

@@ -3,14 +3,15 @@
 import hashlib
 from pathlib import Path
 
-from image_format import canonical_json, chunk_index, ocistore, security_config, vram
-from image_format.bundle import Bundle
-from image_format.keys import parse_public_key
+from image_format import canonical_json, chunk_index, security_config, vram
+from image_format.archives import ocistore
+from image_format.archives.tar_reader import TarReader
 from image_format.manifest import Manifest
-from image_format.policy import parse_default
 from image_format.record import Record
-from image_format.statement import Statement
-from image_format.tar_reader import TarReader
+from image_format.trust.bundle import Bundle
+from image_format.trust.keys import parse_public_key
+from image_format.trust.policy import parse_default
+from image_format.trust.statement import Statement
 from image_format.vram import VramFragment
 from runtime_shim import restore
 from tests.format.make_staged_vectors import small

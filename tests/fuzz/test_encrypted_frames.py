@@ -8,9 +8,15 @@ import io
 import pytest
 from hypothesis import strategies as st
 
-from image_format import encrypted_streams, frame_cipher
-from image_format.encryption import DecryptingWriter, ImageCipher, open_stream, seal_stream
-from image_format.frame_cipher import HEADER_BYTES, OVERHEAD
+from image_format.encryption import (
+    DecryptingWriter,
+    ImageCipher,
+    encrypted_streams,
+    frame_cipher,
+    open_stream,
+    seal_stream,
+)
+from image_format.encryption.frame_cipher import HEADER_BYTES, OVERHEAD
 from tests.fuzz.mutations import fuzz
 from vgpu_errors import VgpuError
 

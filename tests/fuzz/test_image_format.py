@@ -14,15 +14,16 @@ import zstandard
 from blake3 import blake3
 from hypothesis import strategies as st
 
-from image_format import archive, canonical_json, chunk_index, containerd_index, security_config, source, vram
+from image_format import canonical_json, chunk_index, security_config, source, vram
+from image_format.archives import archive, containerd_index
+from image_format.archives.containerd_index import Descriptor
 from image_format.chunk_index import Index, Pack, Region, chunk_count_of
-from image_format.containerd_index import Descriptor
-from image_format.dsse import Envelope, pre_authentication_encoding
 from image_format.fields import Fields
 from image_format.hashing import HashedFile
-from image_format.policy import Policy, TrustedKey
 from image_format.record import Record
 from image_format.sealing import build_index
+from image_format.trust.dsse import Envelope, pre_authentication_encoding
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
 from image_format.vram import ChunkPlace, VramFragment, VramRegion, pack_name
 from tests.format.make_staged_vectors import OTHER_GPU, small

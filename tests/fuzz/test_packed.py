@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from image_format import chunk_index, pagemap
 from image_format.index_model import MAX_PACK_CHUNKS, Chunk, Codec, Index, Pack, Region, RegionKind, zero_id
-from image_format.packed import Layout, Place, aligned, earlier_packs, packed_index, packed_index_bytes, plan_packs
-from image_format.unpacking import Unpacker
+from image_format.packs.packed import (
+    Layout,
+    Place,
+    aligned,
+    earlier_packs,
+    packed_index,
+    packed_index_bytes,
+    plan_packs,
+)
+from image_format.packs.unpacking import Unpacker
 from tests.format import independent_reader
 from tests.format.make_packed_vectors import PACKED_INDEX, SMALL_FILES, Packed
 from tests.format.pages_images import Run

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from hypothesis import strategies as st
 
-from image_format import reference_archive
-from image_format.keys import make_node_key
-from image_format.policy import Policy
-from image_format.reference import ReferenceNote
+from image_format.references import reference_archive
+from image_format.references.reference import ReferenceNote
+from image_format.trust.keys import make_node_key
+from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
 from tests.format.store_stage import MIB, Stage, make_archive
 from tests.fuzz.test_image_format import attempt, fuzz, mutated

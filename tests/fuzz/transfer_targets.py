@@ -6,27 +6,20 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from image_format import (
-    chunk_index,
-    containerd_index,
-    freshness,
-    key_files,
-    pagemap,
-    seen_generations,
-    simple_signing,
-    small_files,
-)
-from image_format.encrypted_record import EncryptedRecord
-from image_format.image_statement import ImageStatement
-from image_format.policy import parse_rules
-from image_format.recipients import Identity, Recipient
-from image_format.reference import ReferenceNote
+from image_format import chunk_index, pagemap
+from image_format.archives import containerd_index, small_files
+from image_format.encryption.encrypted_record import EncryptedRecord
+from image_format.encryption.recipients import Identity, Recipient
+from image_format.references.reference import ReferenceNote
 from image_format.registry import credentials, referrers, tokens
 from image_format.registry.manifests import read_doc
 from image_format.registry.reference import Reference
 from image_format.registry.session import said_by
 from image_format.store import checkpoints, locks, references
 from image_format.transport import manifest
+from image_format.trust import freshness, key_files, seen_generations, simple_signing
+from image_format.trust.image_statement import ImageStatement
+from image_format.trust.policy import parse_rules
 from tests.format.make_vectors import CONTAINER_ID, SMALL_CHUNK, Sealed, base_files
 from tests.fuzz.image_targets import BytesSource
 from tests.fuzz.target import SCRATCH, Target, as_bytes, in_file, written

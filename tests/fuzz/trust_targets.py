@@ -4,16 +4,17 @@ import base64
 from datetime import UTC, datetime
 from pathlib import Path
 
-from image_format import canonical_json, referrer_signatures, remote_documents
-from image_format.dsse import Envelope
+from image_format import canonical_json
 from image_format.encryption import DecryptingWriter, ImageCipher
+from image_format.encryption.frame_cipher import plain_size_of
+from image_format.encryption.recipients import Identity, WrappedKey
 from image_format.fields import Fields
-from image_format.frame_cipher import plain_size_of
-from image_format.image_statement import ImageStatement
 from image_format.manifest import ARTIFACT_TYPE, INDEX_TYPE, MANIFEST_TYPE, RECORD_TYPE
-from image_format.policy import Policy, TrustedKey
-from image_format.recipients import Identity, WrappedKey
-from image_format.simple_signing import Payload
+from image_format.trust import referrer_signatures, remote_documents
+from image_format.trust.dsse import Envelope
+from image_format.trust.image_statement import ImageStatement
+from image_format.trust.policy import Policy, TrustedKey
+from image_format.trust.simple_signing import Payload
 from tests.format.make_vectors import TRUSTED
 from tests.fuzz.target import Target, as_bytes
 from vgpu_errors import VgpuError

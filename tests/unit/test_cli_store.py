@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from image_format.file_names import REFERENCE_NAME
-from image_format.keys import make_node_key
+from image_format.trust.keys import make_node_key
 from tests.format.store_stage import MIB, PAGES, Stage, make_archive
 from vgpu_cli.main import main
 from vgpu_cli.store_choice import seconds_of

@@ -13,9 +13,10 @@ import pytest
 from containerd_integration.exported_file import write_file
 from containerd_integration.flat_tar import FlatTar
 from containerd_integration.imported_file import ImportedFile
-from image_format import containerd_archive, containerd_index, source
-from image_format.containerd_index import CheckpointIndex, Descriptor
-from image_format.policy import Policy
+from image_format import source
+from image_format.archives import containerd_archive, containerd_index
+from image_format.archives.containerd_index import CheckpointIndex, Descriptor
+from image_format.trust.policy import Policy
 from vgpu_errors import ContentMismatch, ImageError, NoSuchImage, UnexpectedEntry
 
 REFUSED = (ImageError, NoSuchImage)

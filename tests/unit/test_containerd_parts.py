@@ -18,8 +18,8 @@ from containerd_integration import cgroup_choice, criu_options, kubelet_unit, ku
 from containerd_integration.api import definitions, wire
 from containerd_integration.flat_tar import FlatTar, unpack
 from containerd_integration.work_folder import work_folder
-from image_format import containerd_index
-from image_format.containerd_index import CRIU_TYPE, CheckpointIndex, Descriptor
+from image_format.archives import containerd_index
+from image_format.archives.containerd_index import CRIU_TYPE, CheckpointIndex, Descriptor
 from vgpu_errors import ImageError, LimitExceeded, NoSuchImage, UnexpectedEntry, UnsafeName, UserError
 
 DIGEST = f"sha256:{'a' * 64}"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from image_format.keys import load_public_key, load_signing_key
-from image_format.policy import Policy
+from image_format.trust.keys import load_public_key, load_signing_key
+from image_format.trust.policy import Policy
 from oci_hook.settings import parse_settings
 from podman_integration import containers_conf, hooks
 from podman_integration.existing_settings import configuration_before_ours, parse_version

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from image_format.file_names import FRAGMENT_NAME, REFERENCE_NAME
-from image_format.keys import make_node_key
-from image_format.policy import Policy
 from image_format.record import Parent
-from image_format.reference import ReferenceNote, read_note
+from image_format.references.reference import ReferenceNote, read_note
 from image_format.store import Store
+from image_format.trust.keys import make_node_key
+from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
 from image_format.vram import ChunkPlace, VramFragment, VramRegion, write_fragment
 from oci_hook.settings import Settings, parse_settings

@@ -20,10 +20,10 @@ from jsonschema import Draft202012Validator
 from gpu_state.staging_session import pool_prefix
 from image_format.fields import Fields
 from image_format.gpu_objects import ObjectEntry
-from image_format.keys import make_node_key
-from image_format.policy import Policy, TrustedKey
 from image_format.record import Container, LowLevelRuntime, ProcessEntry, Record
 from image_format.sealing import seal
+from image_format.trust.keys import make_node_key
+from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import read_claims, verify_directory
 from image_format.vram import read_fragment
 from tests.unit.agent_stage import CONTAINER, ROOT, STEP, Stage, cgroup2_mount, wait_until

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Compare and print; exit code 0 says that both could be read, nothing more."""
     from image_format import difference  # noqa: PLC0415 - blake3 takes 10 ms, only this verb needs it
-    from image_format.policy import Policy  # noqa: PLC0415
+    from image_format.trust.policy import Policy  # noqa: PLC0415
 
     policy = Policy.load(args.etc)
     sides = [inspection.look(source, args, policy) for source in (args.before, args.after)]

@@ -185,7 +185,7 @@ def _has_freezer(version: int) -> bool:
 
 
 def _trust_checks(etc: Path) -> list[Check]:
-    from image_format.policy import Policy  # noqa: PLC0415 - loads cryptography, which container checks do not need
+    from image_format.trust.policy import Policy  # noqa: PLC0415 - loads cryptography, which container checks do not need
 
     try:
         policy = Policy.load(etc)

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the claims; exit code 0 says that they could be read, nothing more."""
-    from image_format.policy import Policy  # noqa: PLC0415 - cryptography takes 40 ms, only this verb needs it
+    from image_format.trust.policy import Policy  # noqa: PLC0415 - cryptography takes 40 ms, only this verb needs it
 
     found, claimed, signature = inspection.look(args.source, args, Policy.load(args.etc))
     fitness = {"state": "skipped"} if args.no_fitness else inspection.check_fitness(claimed.record)

@@ -59,7 +59,7 @@ def public_path(path: Path) -> Path:
 
 
 def _new(args: argparse.Namespace, out: Output) -> None:
-    from image_format import key_files  # noqa: PLC0415 - cryptography takes 40 ms
+    from image_format.trust import key_files  # noqa: PLC0415 - cryptography takes 40 ms
 
     path = Path(args.path)
     passphrase = passphrases.typed_twice(str(path)) if args.passphrase else passphrases.given(args)
@@ -78,8 +78,8 @@ def _new(args: argparse.Namespace, out: Output) -> None:
 
 def _made(key_type: str, passphrase: bytes | None) -> tuple[bytes, bytes, str]:
     """Private half, public half, id."""
-    from image_format.keys import SigningKey  # noqa: PLC0415
-    from image_format.recipients import Identity  # noqa: PLC0415
+    from image_format.encryption.recipients import Identity  # noqa: PLC0415
+    from image_format.trust.keys import SigningKey  # noqa: PLC0415
 
     if key_type == X25519:
         identity = Identity.generate()
@@ -101,9 +101,9 @@ def describe(path: Path, passphrase: Any) -> dict[str, str]:
 
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey  # noqa: PLC0415
 
-    from image_format import key_files  # noqa: PLC0415
-    from image_format.keys import parse_public_key  # noqa: PLC0415
-    from image_format.recipients import Recipient  # noqa: PLC0415
+    from image_format.encryption.recipients import Recipient  # noqa: PLC0415
+    from image_format.trust import key_files  # noqa: PLC0415
+    from image_format.trust.keys import parse_public_key  # noqa: PLC0415
 
     data = key_files.read_public(path)
     if b"PRIVATE KEY" in data:

@@ -16,7 +16,7 @@ from vgpu_errors import UserError
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.reference_archive import Repacked
+    from image_format.references.reference_archive import Repacked
     from image_format.store import Store
     from vgpu_cli.output import Output
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Make it, and say how small it is."""
-    from image_format.reference import check_location  # noqa: PLC0415 - cryptography takes 40 ms
+    from image_format.references.reference import check_location  # noqa: PLC0415 - cryptography takes 40 ms
 
     for text in args.location:
         check_location(text, where="--location")
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pack(args: argparse.Namespace, store: Store) -> Repacked:
-    from image_format import reference_archive, reference_directory  # noqa: PLC0415 - as above
-    from image_format.policy import Policy  # noqa: PLC0415
+    from image_format.references import reference_archive, reference_directory  # noqa: PLC0415 - as above
+    from image_format.trust.policy import Policy  # noqa: PLC0415
 
     source, target, policy = Path(args.source), Path(args.output), Policy.load(args.etc)
     more = {"locations": args.location, "threads": args.threads}

@@ -19,10 +19,10 @@ from vgpu_cli.wording import size_text
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import Policy
     from image_format.registry import Registry
     from image_format.transport.pulling import Pulled, PullOptions, Remote
     from image_format.transport.watching import Watcher
+    from image_format.trust.policy import Policy
     from vgpu_cli.output import Output
 
 HELP = "pull a checkpoint from a registry into the store, a directory or an archive"
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Pull and say what crossed the wire."""
     from image_format.encryption import Identity  # noqa: PLC0415 - urllib3 and cryptography take 150 ms
-    from image_format.policy import Policy  # noqa: PLC0415
     from image_format.transport import look  # noqa: PLC0415
+    from image_format.trust.policy import Policy  # noqa: PLC0415
     from vgpu_cli.transfer_view import watching  # noqa: PLC0415
 
     started, policy = time.monotonic(), Policy.load(args.etc)
@@ -87,10 +87,10 @@ def _pull_archive(
     registry: Registry, remote: Remote, target: Path, policy: Policy, options: PullOptions, watcher: Watcher
 ) -> Pulled:
     """Into a folder beside the archive, which stays after a fault so that the next pull goes on with it."""
-    from image_format.referrer_signatures import verify_image  # noqa: PLC0415
-    from image_format.tar_editing import refuse_existing  # noqa: PLC0415
+    from image_format.archives.tar_editing import refuse_existing  # noqa: PLC0415
     from image_format.transport import pull_into_directory  # noqa: PLC0415
     from image_format.transport.archives import require_engine_files, write_archive  # noqa: PLC0415
+    from image_format.trust.referrer_signatures import verify_image  # noqa: PLC0415
 
     refuse_existing(target)
     require_engine_files(remote)

@@ -21,11 +21,11 @@ from vgpu_errors import NoSuchCheckpoint
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import Policy
     from image_format.registry import Registry
     from image_format.transport.pushing import Pushed, PushOptions
     from image_format.transport.tying import Tied
     from image_format.transport.watching import Watcher
+    from image_format.trust.policy import Policy
     from vgpu_cli.output import Output
 
 HELP = "push a checkpoint to a registry, sending only what it lacks"
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Push, sign, and say what crossed the wire."""
-    from image_format.policy import Policy  # noqa: PLC0415 - urllib3 and cryptography take 150 ms
+    from image_format.trust.policy import Policy  # noqa: PLC0415 - urllib3 and cryptography take 150 ms
     from vgpu_cli.transfer_view import watching  # noqa: PLC0415
 
     started = time.monotonic()
@@ -112,7 +112,7 @@ def _source_word(word: str, root: Path) -> str:
 
 def _options(args: argparse.Namespace) -> PushOptions:
     from image_format.encryption import Recipient  # noqa: PLC0415
-    from image_format.packed import Compression  # noqa: PLC0415
+    from image_format.packs.packed import Compression  # noqa: PLC0415
     from image_format.transport.pushing import PushOptions  # noqa: PLC0415
 
     return PushOptions(
@@ -125,7 +125,7 @@ def _options(args: argparse.Namespace) -> PushOptions:
 
 
 def _signing_key(args: argparse.Namespace) -> Any:
-    from image_format.keys import load_signing_key  # noqa: PLC0415
+    from image_format.trust.keys import load_signing_key  # noqa: PLC0415
 
     if args.no_sign:
         return None
@@ -137,7 +137,7 @@ def _signing_key(args: argparse.Namespace) -> Any:
 
 
 def _sign(registry: Registry, key: Any, digest: str) -> None:
-    from image_format.referrer_signatures import sign_image  # noqa: PLC0415
+    from image_format.trust.referrer_signatures import sign_image  # noqa: PLC0415
 
     reference = registry.reference
     claimed = f"{reference.name}:{reference.tag}" if reference.tag else reference.name

@@ -16,7 +16,7 @@ from vgpu_errors import NoSuchImage
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.keys import SigningKey
+    from image_format.trust.keys import SigningKey
     from vgpu_cli.output import Output
 
 HELP = "sign a checkpoint directory or an image in a registry"
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Sign and say what was signed."""
-    from image_format.freshness import expiry_of  # noqa: PLC0415 - cryptography takes 40 ms, only this verb needs it
-    from image_format.keys import load_signing_key  # noqa: PLC0415
+    from image_format.trust.freshness import expiry_of  # noqa: PLC0415 - cryptography takes 40 ms, only this verb needs it
+    from image_format.trust.keys import load_signing_key  # noqa: PLC0415
 
     now = datetime.now(UTC)
     expires = expiry_of(args.expires, now=now) if args.expires else None
@@ -73,15 +73,15 @@ def _folder(target: str) -> Path | None:
 
 
 def _sign_folder(folder: Path, args: argparse.Namespace, key: SigningKey, expires: str | None) -> dict[str, Any]:
-    from image_format.policy import Policy  # noqa: PLC0415
-    from image_format.resigning import resign  # noqa: PLC0415
+    from image_format.trust.policy import Policy  # noqa: PLC0415
+    from image_format.trust.resigning import resign  # noqa: PLC0415
 
     signed = resign(folder, Policy.load(args.etc), key, expires=expires)
     return {"target": args.target, "kind": "directory", "digests": [f"sha256:{signed.manifest_digest}"]}
 
 
 def _sign_reference(args: argparse.Namespace, key: SigningKey, expires: str | None, now: datetime) -> dict[str, Any]:
-    from image_format.referrer_signatures import sign_image  # noqa: PLC0415
+    from image_format.trust.referrer_signatures import sign_image  # noqa: PLC0415
 
     with registry_source.open_registry(args.target, args) as registry:
         reference = registry.reference

@@ -134,7 +134,7 @@ def _measure(args: argparse.Namespace, store: Store, out: Output) -> int:
 
 
 def _verify(args: argparse.Namespace, store: Store, out: Output) -> int:
-    from image_format.policy import Policy  # noqa: PLC0415 - cryptography takes 40 ms
+    from image_format.trust.policy import Policy  # noqa: PLC0415 - cryptography takes 40 ms
 
     wanted = [_find(store, text) for text in args.checkpoints] or None
     proofs = list(store.verify(Policy.load(args.etc), wanted, threads=args.threads))
@@ -156,7 +156,7 @@ def _proof_doc(proof: Proof) -> dict[str, Any]:
 
 
 def _add(args: argparse.Namespace, store: Store, out: Output) -> int:
-    from image_format.policy import Policy  # noqa: PLC0415 - as above
+    from image_format.trust.policy import Policy  # noqa: PLC0415 - as above
     from image_format.verifying import verify_directory  # noqa: PLC0415
 
     verify_directory(args.directory, Policy.load(args.etc))

@@ -18,7 +18,7 @@ from vgpu_errors import NeedsRoot, UserError
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.policy import TrustedKey
+    from image_format.trust.policy import TrustedKey
     from vgpu_cli.output import Output
 
 HELP = "say whose checkpoints this node restores"
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _add(args: argparse.Namespace, out: Output) -> None:
-    from image_format.keys import load_public_key  # noqa: PLC0415 - cryptography takes 40 ms
+    from image_format.trust.keys import load_public_key  # noqa: PLC0415 - cryptography takes 40 ms
 
     key = load_public_key(args.key)
     name = _name_for(args.name or _default_name(Path(args.key), key.key_id))
@@ -99,7 +99,7 @@ def _described(entry: TrustedKey) -> dict[str, str]:
 
 
 def _remove(args: argparse.Namespace, out: Output) -> None:
-    from image_format.keys import NODE_PUB  # noqa: PLC0415
+    from image_format.trust.keys import NODE_PUB  # noqa: PLC0415
 
     entry = next(
         (entry for entry in _trusted(args) if args.key in (entry.name, entry.key.key_id, entry.key.fingerprint)), None
@@ -117,7 +117,7 @@ def _remove(args: argparse.Namespace, out: Output) -> None:
 
 
 def _trusted(args: argparse.Namespace) -> list[TrustedKey]:
-    from image_format.policy import load_trusted  # noqa: PLC0415
+    from image_format.trust.policy import load_trusted  # noqa: PLC0415
 
     return load_trusted(Path(args.etc))
 

@@ -16,7 +16,7 @@ from vgpu_errors import UserError
 if TYPE_CHECKING:
     import argparse
 
-    from image_format.reference_archive import Repacked
+    from image_format.references.reference_archive import Repacked
     from vgpu_cli.output import Output
 
 HELP = "make an archive that refers to the store whole again"
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _unpack(args: argparse.Namespace) -> Repacked:
-    from image_format import reference_archive, reference_directory  # noqa: PLC0415 - cryptography takes 40 ms
-    from image_format.policy import Policy  # noqa: PLC0415
+    from image_format.references import reference_archive, reference_directory  # noqa: PLC0415 - cryptography takes 40 ms
+    from image_format.trust.policy import Policy  # noqa: PLC0415
 
     source, target, policy = Path(args.source), Path(args.output), Policy.load(args.etc)
     root = store_root(args)

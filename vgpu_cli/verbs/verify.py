@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Verify and print what was checked; a fault is raised."""
     from image_format import source  # noqa: PLC0415 - cryptography and blake3 take 60 ms, only this verb needs them
-    from image_format.policy import Policy  # noqa: PLC0415
-    from image_format.seen_generations import refuse_stale  # noqa: PLC0415
+    from image_format.trust.policy import Policy  # noqa: PLC0415
+    from image_format.trust.seen_generations import refuse_stale  # noqa: PLC0415
 
     policy = Policy.load(args.etc)
     if args.source.startswith(registry_source.PREFIX):
