@@ -3,8 +3,8 @@
 An application process allocates N GiB on GPU 0 and exports it; the agent's own StagingWorker does everything else, so what is
 measured is what a checkpoint does, Python included. Nothing is compared with the driver here (tests/gpu has that).
 Run on a machine with an NVIDIA GPU as `python -m bench.staging_rates --gib 32 [--only memory,packs,disk] [--disk DIR]
-[--huge-pages] [--write]`; `--huge-pages` needs root, sets nr_hugepages for the run and puts it back. With `--software-gpu` it
-rehearses on the test double and refuses to write. Host memory needed: N GiB for `memory`, N GiB for `packs` after that.
+[--huge-pages] [--measurements FOLDER]`; `--huge-pages` needs root, sets nr_hugepages for the run and puts it back. With `--software-gpu` it
+rehearses on the test double and writes nothing. Host memory needed: N GiB for `memory`, N GiB for `packs` after that.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> int:
         print(
             f"{entry['key']}: {entry['value']} {entry['unit']}  {entry.get('ratio', '')}  ({entry['what']}) raw {entry['raw']}"
         )
-    if options.write and not options.software_gpu:
-        print(write("staging_rates", bench.rows, gpu=bench.gpu, driver=bench.driver))
+    if options.measurements and not options.software_gpu:
+        print(write("staging-rates", bench.rows, folder=options.measurements, gpu=bench.gpu, driver=bench.driver).name)
     return 0
 
 
@@ -68,7 +68,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--disk-gib", type=float, default=8, help="how much of it goes to the disk")
     parser.add_argument("--huge-pages", action="store_true")
     parser.add_argument("--software-gpu", action="store_true")
-    parser.add_argument("--write", action="store_true", help="write docs/measurements/<date>-staging_rates.json")
+    parser.add_argument("--measurements", type=Path, help="folder for the measurement file")
     return parser.parse_args()
 
 
