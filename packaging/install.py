@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 def install(options: argparse.Namespace) -> None:
     """Put everything in place of an older installation, whose preload builds stay: checkpoints name them by build id."""
     with tempfile.TemporaryDirectory() as made:
-        install_plan(options, planned_files(options) | made_files(Path(made)))
+        install_plan(options, planned_files(options) | pages_and_completions(Path(made)))
 
 
 def install_plan(options: argparse.Namespace, plan: dict[Path, Path | None]) -> None:
@@ -113,6 +113,15 @@ def planned_files(options: argparse.Namespace) -> dict[Path, Path | None]:
             plan |= tree(builds / libc, LIBRARY / "preload" / libc)
     plan |= {Path("usr/bin") / name: None for name in ENTRIES}
     return plan
+
+
+def pages_and_completions(folder: Path) -> dict[Path, Path | None]:
+    """What is made from the command line itself; nothing where this interpreter lacks a package that it loads."""
+    try:
+        return made_files(folder)
+    except ModuleNotFoundError as missing:
+        print(f"install: without man pages and shell completion ({missing})", file=sys.stderr)
+        return {}
 
 
 def made_files(folder: Path) -> dict[Path, Path | None]:

@@ -1,18 +1,31 @@
-"""Asks podman for the names of its containers, when its API socket is there.
+"""Asks the engines of this node for the names of their containers.
 
-Never starts podman, never fails: without an answer a container is shown by its id. Used by `vgpu ps` and `vgpu doctor`.
+podman by its API where its socket is there, else by `podman ps`; Docker by `docker ps`; containerd's containers are called by
+their ids. Never fails: an engine that does not answer in time leaves its containers with their ids. Used by the verbs that take
+or show a container.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 PODMAN_SOCKET = Path("/run/podman/podman.sock")
+ENGINE_COMMANDS = ("podman", "docker")
 _TIMEOUT_S = 5
+_LISTING = ("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}")
 
 
-def podman_names(socket: Path = PODMAN_SOCKET) -> dict[str, str]:
-    """Container id -> name."""
+def container_names() -> dict[str, str]:
+    """Container id -> name, of all engines that answer."""
+    names: dict[str, str] = {}
+    for engine in ENGINE_COMMANDS:
+        names |= (_by_podman_api(PODMAN_SOCKET) if engine == "podman" else None) or _by_command(engine)
+    return names
+
+
+def _by_podman_api(socket: Path) -> dict[str, str]:
     if not socket.is_socket():
         return {}
     try:
@@ -22,3 +35,23 @@ def podman_names(socket: Path = PODMAN_SOCKET) -> dict[str, str]:
             return {container.id: container.name for container in client.containers.list(all=True)}
     except Exception:  # noqa: BLE001 - the package raises whatever requests and urllib3 raise; names are a comfort
         return {}
+
+
+def _by_command(engine: str) -> dict[str, str]:
+    program = shutil.which(engine)
+    if program is None:
+        return {}
+    try:
+        done = subprocess.run(
+            [program, *_LISTING],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = (line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else ()
+    return {pair[0]: pair[1].split(",")[0] for pair in pairs if len(pair) == 2}

@@ -106,6 +106,7 @@ def test_any_text_gets_through_as_json_and_as_text(text, capsys):
 def stage(monkeypatch):
     stage = Stage()
     monkeypatch.setattr(container_names, "PODMAN_SOCKET", stage.folder / "no-podman.sock")
+    monkeypatch.setattr(container_names, "ENGINE_COMMANDS", ())
     for module in (ps, known):
         monkeypatch.setattr(module, "known_containers", lambda: known_containers(stage.run_dir / "state"))
     stage.start_agent()

@@ -166,6 +166,7 @@ def stage():
 def told(stage, monkeypatch, capsys):
     """Runs a verb against this stage and returns its exit code and document."""
     monkeypatch.setattr(container_names, "PODMAN_SOCKET", stage.folder / "no-podman.sock")
+    monkeypatch.setattr(container_names, "ENGINE_COMMANDS", ())
     for module in (ps, known):
         monkeypatch.setattr(module, "known_containers", lambda: known_containers(stage.run_dir / "state"))
 
@@ -331,7 +332,7 @@ def test_a_damaged_state_file_is_left_out(tmp_path, content):
 
 
 def test_podman_without_a_socket_names_nothing(tmp_path):
-    assert container_names.podman_names(tmp_path / "podman.sock") == {}
+    assert container_names._by_podman_api(tmp_path / "podman.sock") == {}
 
 
 def test_podman_that_does_not_answer_names_nothing(tmp_path):
@@ -339,4 +340,21 @@ def test_podman_that_does_not_answer_names_nothing(tmp_path):
         deaf.bind(str(tmp_path / "s"))
         deaf.listen()
         deaf.close()
-    assert container_names.podman_names(tmp_path / "s") == {}
+    assert container_names._by_podman_api(tmp_path / "s") == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("printf '%s\\n' 'aaa trainer' 'bbb web,alias' 'ccc'", {"aaa": "trainer", "bbb": "web"}),
+        ("echo 'aaa trainer'; exit 125", {}),
+        ("sleep 30", {}),
+    ],
+)
+def test_names_come_from_the_engines_own_command(script, names, tmp_path, monkeypatch):
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(container_names, "ENGINE_COMMANDS", ("docker", "none-such"))
+    monkeypatch.setattr(container_names, "_TIMEOUT_S", 0.5)
+    assert container_names.container_names() == names

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_state.client import DEFAULT_SOCKET, AgentClient
 from gpu_state.known_containers import KnownContainer, known_containers
 from gpu_state.processes import GpuProcess, gpu_holdings
-from vgpu_cli.container_names import podman_names
+from vgpu_cli.container_names import container_names
 from vgpu_errors import AgentUnreachable, NeedsRoot, VgpuError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if os.geteuid() != 0:
         raise NeedsRoot(what="'vgpu ps'")
     known = known_containers()
-    names = podman_names() if known else {}
+    names = container_names() if known else {}
     processes, problem = _processes(args, known)
     listed = [_entry(container, names.get(container.id), *processes[container.id]) for container in known]
     out.json({"containers": listed, "problem": problem})

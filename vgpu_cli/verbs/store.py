@@ -10,7 +10,7 @@ import datetime as dt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vgpu_cli.container_names import podman_names
+from vgpu_cli.container_names import container_names
 from vgpu_cli.parsing import add_action, add_actions
 from vgpu_cli.store_choice import add_store_option, open_store
 from vgpu_cli.verbs.gc import COLUMNS, describe, named, row
@@ -103,7 +103,7 @@ def _users(store: Store) -> dict[str, list[str]]:
 
 def _measure(args: argparse.Namespace, store: Store, out: Output) -> int:
     del args
-    usage, names = store.usage(), podman_names()
+    usage, names = store.usage(), container_names()
     docs = [
         named(_with_name(entry.checkpoint, names))
         | {"totalBytes": entry.total_bytes, "sharedBytes": entry.shared_bytes, "uniqueBytes": entry.unique_bytes}
@@ -167,7 +167,7 @@ def _add(args: argparse.Namespace, store: Store, out: Output) -> int:
 
 
 def _remove(args: argparse.Namespace, store: Store, out: Output) -> int:
-    wanted = [_find(store, text) for text in args.checkpoints]
+    wanted = dict.fromkeys(_find(store, text) for text in args.checkpoints)
     done = [store.remove(entry, force=args.force) for entry in wanted]
     out.json({"removals": [describe(one) for one in done]})
     for one in done:
@@ -180,7 +180,7 @@ def _remove(args: argparse.Namespace, store: Store, out: Output) -> int:
 
 
 def _all(store: Store) -> list[StoredCheckpoint]:
-    names = podman_names()
+    names = container_names()
     return [_with_name(entry, names) for entry in store.checkpoints()]
 
 
@@ -198,7 +198,7 @@ def _find(store: Store, text: str) -> StoredCheckpoint:
     except NoSuchCheckpoint:
         word, colon, generation = text.rpartition(":")
         name = word if colon and generation.isdecimal() else text
-        for container_id, known in podman_names().items():
+        for container_id, known in container_names().items():
             if known == name:
                 return store.find(container_id + text[len(name) :])
         raise
