@@ -180,9 +180,14 @@ def _change(old: Region | None, new: Region, before: Index, after: Index) -> Reg
     is_evenly_cut = new.kind in EVENLY_CUT and before.chunk_size == after.chunk_size
     count_by = count_by_place if is_evenly_cut else count_by_id
     count = count_by(before.chunks_of(old) if old else (), after.chunks_of(new))
-    is_equal = old is not None and old.length == new.length and count.equal_bytes == new.length
+    # By ids in order, and not by the count: chunks of pages may have changed places.
+    is_equal = old is not None and _ids(before, old) == _ids(after, new)
     change = "added" if old is None else "equal" if is_equal else "changed"
     return RegionChange(new.name, kind_name(new.kind), change, old.length if old else 0, new.length, count)
+
+
+def _ids(index: Index, region: Region) -> list[tuple[bytes, int]]:
+    return [(chunk.id, chunk.length) for chunk in index.chunks_of(region)]
 
 
 def count_by_place(before: Sequence[Chunk], after: Sequence[Chunk]) -> ContentCount:

@@ -8,21 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from image_format.content_root import content_root
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 CHUNK_SIZE = 4 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 4 << 10, 64 << 20
 MAX_INDEX_BYTES = 512 << 20
+MAX_CHUNKS = MAX_INDEX_BYTES // 64
 # A file above this size travels in packs of its own kind; the smaller ones travel together (spec/transport.md).
 MAX_SMALL_FILE = 1 << 20
 # Where a chunk may begin in a pack of a packed index: pages of memory and blocks of every disk begin there.
 PACK_ALIGNMENT = 4096
 MAX_PACK_CHUNKS = 128
 MINOR = 2
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class RegionKind(IntEnum):
@@ -165,7 +170,19 @@ class Index:
 @lru_cache(maxsize=4096)
 def zero_id(length: int) -> bytes:
     """The id of that many zero bytes; a chunk with this id need not be stored."""
-    return blake3(bytes(length)).digest()
+    return zero_ids((length,))[length]
+
+
+def zero_ids(lengths: Iterable[int]) -> dict[int, bytes]:
+    """The same by length. It costs what the longest costs, however many an index of somebody else lists."""
+    hasher, done, ids = blake3(), 0, {}
+    for length in sorted(set(lengths)):
+        while done < length:
+            step = min(length - done, len(_ZEROS))
+            hasher.update(_ZEROS[:step])
+            done += step
+        ids[length] = hasher.digest()
+    return ids
 
 
 def chunk_count_of(length: int, chunk_size: int) -> int:

@@ -8,10 +8,11 @@ twice under two names, beyond an end, or from another kind of content. `chunk_in
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, NoReturn
 
 from image_format.file_names import check_pack_name, object_key, pack_name
-from image_format.index_model import MAX_PACK_CHUNKS, PACK_ALIGNMENT, Codec, RegionKind, chunk_count_of, zero_id
+from image_format.index_model import MAX_PACK_CHUNKS, PACK_ALIGNMENT, Codec, RegionKind, chunk_count_of, zero_ids
 from vgpu_errors import ImageError, LimitExceeded, UnknownFeature
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from image_format.index_model import Chunk, Index, Pack, Region
 
-_SEALED_CODECS = frozenset({int(Codec.ZERO), int(Codec.RAW)})
-_PACKED_CODECS = frozenset(int(codec) for codec in Codec)
+# Plain numbers: comparing with a member of an enumeration costs more than all else that is done for a chunk.
+_ZERO, _RAW, _ZSTD = (int(codec) for codec in Codec)
+
+_Fault = tuple[int, str]
 
 
 def check(index: Index, where: str) -> None:
@@ -114,132 +117,144 @@ def _check_transport_packs(index: Index, where: str) -> None:
 
 def _check_chunks(index: Index, where: str) -> None:
     places = _PackedPlaces(index) if index.is_packed else _Slots(index)
-    codecs = _PACKED_CODECS if index.is_packed else _SEALED_CODECS
     own_pack = -1
     for region in index.regions:
+        chunks = index.chunks_of(region)
+        _check_lengths(region, chunks, index.chunk_size, where)
         keeps_file = region.is_small if index.is_packed else region.kind != RegionKind.VRAM
         own_pack += keeps_file
-        for chunk, at in _measured_chunks(index, region, where):
-            if chunk.codec not in codecs:
-                raise UnknownFeature(where=f"{where}: chunk {at.number}", feature=f"chunk codec {chunk.codec}")
-            fault = _own_file_fault(chunk, region, own_pack, at) if keeps_file else places.fault(chunk, region)
-            if fault:
-                raise ImageError(where=f"{where}: chunk {at.number}", what=fault)
+        faults = _own_file_faults(chunks, region, own_pack) if keeps_file else places.faults(chunks, region)
+        for number, fault in faults:
+            _refuse(chunks[number], fault, places.codecs, f"{where}: chunk {region.first_chunk + number}")
     for n, what in places.remaining_faults():
         raise ImageError(where=f"{where}: pack {n}", what=what)
 
 
-class _At(NamedTuple):
-    number: int
-    start: int
+def _refuse(chunk: Chunk, fault: str, codecs: frozenset[int], at: str) -> NoReturn:
+    if chunk.codec not in codecs:
+        raise UnknownFeature(where=at, feature=f"chunk codec {chunk.codec}")
+    raise ImageError(where=at, what=fault)
 
 
-def _measured_chunks(index: Index, region: Region, where: str) -> Iterator[tuple[Chunk, _At]]:
-    """The chunks of a region and where each one begins in it; refuses lengths that do not make up the region."""
+def _check_lengths(region: Region, chunks: Sequence[Chunk], chunk_size: int, where: str) -> None:
+    """Refuse chunks that do not make up the region."""
     start = 0
-    for number, chunk in enumerate(index.chunks_of(region), region.first_chunk):
-        most = min(index.chunk_size, region.length - start)
-        is_fitting = 0 < chunk.length <= most if region.kind == RegionKind.PAGES else chunk.length == most
-        if not is_fitting:
+    is_even = region.kind != RegionKind.PAGES
+    for number, chunk in enumerate(chunks, region.first_chunk):
+        length = chunk.length
+        most = min(chunk_size, region.length - start)
+        if length != most and (is_even or not 0 < length < most):
             what = f"is not the {most} bytes at {start} of {region.name}"
             raise ImageError(where=f"{where}: chunk {number}", what=what)
-        yield chunk, _At(number, start)
-        start += chunk.length
+        start += length
     if start != region.length:
         raise ImageError(where=f"{where}: {region.name}", what=f"its chunks hold {start} bytes, not {region.length}")
 
 
-def _own_file_fault(chunk: Chunk, region: Region, pack: int, at: _At) -> str | None:
-    stored = (at.start, chunk.length) if chunk.codec else (0, 0)
-    if chunk.codec > Codec.RAW or (chunk.pack, (chunk.offset, chunk.stored_length)) != (pack, stored):
-        return f"is not the {chunk.length} bytes at {at.start} of {region.name}"
-    return None
+def _own_file_faults(chunks: Sequence[Chunk], region: Region, own_pack: int) -> Iterator[_Fault]:
+    """Chunks that do not lie in the region's own file, each where it begins in the region."""
+    start = 0
+    for number, (_, pack, codec, offset, stored_length, length) in enumerate(chunks):
+        place = (start, length) if codec else (0, 0)
+        if codec > _RAW or pack != own_pack or (offset, stored_length) != place:
+            yield number, f"is not the {length} bytes at {start} of {region.name}"
+        start += length
 
 
-def _zero_fault(chunk: Chunk) -> str | None:
-    if chunk.pack or chunk.offset or chunk.stored_length:
-        return "a zero chunk has no place"
-    return None if chunk.id == zero_id(chunk.length) else "its id is not that of zeros"
+class _Places:
+    """Which stretches of the packs hold chunks: no byte belongs to two contents."""
 
+    codecs: frozenset[int]
 
-class _Slots:
-    """Which slots of the sealed packs hold VRAM chunks: one slot, one content."""
+    def __init__(self, index: Index, first: int) -> None:
+        self._packs = index.packs
+        self._first = first
+        self._chunk_size = index.chunk_size
+        # Pack, then offset: what begins there.
+        self._taken: defaultdict[int, dict[int, Chunk]] = defaultdict(dict)
+        zero_lengths = {chunk.length for chunk in index.chunks if not chunk.codec}
+        self._zero_ids = zero_ids(length for length in zero_lengths if length <= index.chunk_size)
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._first = len(index.files)
-        self._taken: dict[tuple[int, int], tuple[bytes, int]] = {}
+    def faults(self, chunks: Sequence[Chunk], region: Region) -> Iterator[_Fault]:
+        """What is wrong with the places of a region's chunks; takes note of them."""
+        for number, chunk in enumerate(chunks):
+            fault = self._place_fault(chunk, region) if chunk.codec else self._zero_fault(chunk)
+            if fault is not None:
+                yield number, fault
 
-    def fault(self, chunk: Chunk, region: Region) -> str | None:
-        """What is wrong with the place of a VRAM chunk, or None; takes note of the place."""
-        del region
-        return _zero_fault(chunk) if chunk.codec == Codec.ZERO else self._stored_fault(chunk)
-
-    def remaining_faults(self) -> list[tuple[int, str]]:
+    def remaining_faults(self) -> list[_Fault]:
         """Packs that hold nothing."""
-        used = {pack for pack, _ in self._taken}
-        packs = enumerate(self._index.packs[self._first :], self._first)
-        return [(n, f"no chunk lies in {pack.name}") for n, pack in packs if n not in used]
+        packs = enumerate(self._packs[self._first :], self._first)
+        return [(n, f"no chunk lies in {pack.name}") for n, pack in packs if n not in self._taken]
 
-    def _stored_fault(self, chunk: Chunk) -> str | None:
-        if not self._first <= chunk.pack < len(self._index.packs):
-            return f"there is no pack {chunk.pack}"
-        pack = self._index.packs[chunk.pack]
-        if chunk.stored_length != chunk.length or chunk.offset % self._index.chunk_size:
-            return f"is not at the beginning of a slot of {pack.name}"
-        if chunk.offset + chunk.length > pack.size:
+    def _place_fault(self, chunk: Chunk, region: Region) -> str | None:
+        raise NotImplementedError
+
+    def _zero_fault(self, chunk: Chunk) -> str | None:
+        if chunk.pack or chunk.offset or chunk.stored_length:
+            return "a zero chunk has no place"
+        return None if chunk.id == self._zero_ids[chunk.length] else "its id is not that of zeros"
+
+    def _end_fault(self, chunk: Chunk, pack: Pack) -> str | None:
+        """Beyond the pack's end, or where another content begins: chunks at one place are equal in every field."""
+        offset = chunk.offset
+        if offset + chunk.stored_length > pack.size:
             return f"lies beyond the end of {pack.name}"
-        content = (chunk.id, chunk.length)
-        if self._taken.setdefault((chunk.pack, chunk.offset), content) != content:
-            return f"lies over another chunk at {chunk.offset} of {pack.name}"
+        if self._taken[chunk.pack].setdefault(offset, chunk) != chunk:
+            return f"lies over another chunk at {offset} of {pack.name}"
         return None
 
 
-class _PackedPlaces:
-    """Which stretches of the packs for transport hold chunks: no byte belongs to two contents."""
+class _Slots(_Places):
+    """The slots of the sealed packs that hold VRAM chunks: one slot, one content."""
+
+    codecs = frozenset({_ZERO, _RAW})
 
     def __init__(self, index: Index) -> None:
-        self._index = index
-        self._first = len(index.small_files)
-        # Pack, then offset: codec, stored length, id and length of what begins there.
-        self._taken: dict[int, dict[int, tuple[int, int, bytes, int]]] = {}
+        super().__init__(index, len(index.files))
 
-    def fault(self, chunk: Chunk, region: Region) -> str | None:
-        """What is wrong with the place of a chunk, or None; takes note of the place."""
-        if chunk.codec == Codec.ZERO:
-            return _zero_fault(chunk)
-        if not self._first <= chunk.pack < len(self._index.packs):
+    def _place_fault(self, chunk: Chunk, region: Region) -> str | None:
+        del region
+        if not self._first <= chunk.pack < len(self._packs):
             return f"there is no pack {chunk.pack}"
-        pack = self._index.packs[chunk.pack]
-        return self._class_fault(pack, region) or self._length_fault(chunk) or self._place_fault(chunk, pack)
+        pack = self._packs[chunk.pack]
+        if chunk.codec != _RAW or chunk.stored_length != chunk.length or chunk.offset % self._chunk_size:
+            return f"is not at the beginning of a slot of {pack.name}"
+        return self._end_fault(chunk, pack)
 
-    def remaining_faults(self) -> list[tuple[int, str]]:
+
+class _PackedPlaces(_Places):
+    """The stretches of the packs for transport, each of one kind of regions."""
+
+    codecs = frozenset(int(codec) for codec in Codec)
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index, len(index.small_files))
+
+    def remaining_faults(self) -> list[_Fault]:
         """Packs that hold nothing, and chunks that lie partly over another."""
-        packs = enumerate(self._index.packs[self._first :], self._first)
-        faults = [(n, f"no chunk lies in {pack.name}") for n, pack in packs if n not in self._taken]
+        faults = super().remaining_faults()
         for n, taken in self._taken.items():
-            for (offset, place), (next_offset, _) in itertools.pairwise(sorted(taken.items())):
-                if offset + place[1] > next_offset:
+            for (offset, chunk), (next_offset, _) in itertools.pairwise(sorted(taken.items())):
+                if offset + chunk.stored_length > next_offset:
                     faults.append((n, f"the chunks at {offset} and {next_offset} overlap"))
         return faults
 
-    @staticmethod
-    def _class_fault(pack: Pack, region: Region) -> str | None:
-        return None if pack.flags == region.kind else f"is of kind {region.kind}, and {pack.name} of {pack.flags}"
-
-    @staticmethod
-    def _length_fault(chunk: Chunk) -> str | None:
-        is_stored = (
-            chunk.stored_length == chunk.length if chunk.codec == Codec.RAW else 0 < chunk.stored_length < chunk.length
-        )
-        return None if is_stored else f"{chunk.stored_length} stored bytes cannot be {chunk.length}"
-
-    def _place_fault(self, chunk: Chunk, pack: Pack) -> str | None:
+    def _place_fault(self, chunk: Chunk, region: Region) -> str | None:
+        if not self._first <= chunk.pack < len(self._packs):
+            return f"there is no pack {chunk.pack}"
+        pack = self._packs[chunk.pack]
+        if pack.flags != region.kind:
+            return f"is of kind {region.kind}, and {pack.name} of {pack.flags}"
+        if not _is_stored(chunk):
+            return f"{chunk.stored_length} stored bytes cannot be {chunk.length}"
         if chunk.offset % PACK_ALIGNMENT:
             return f"begins at {chunk.offset} of {pack.name}, no multiple of {PACK_ALIGNMENT}"
-        if chunk.offset + chunk.stored_length > pack.size:
-            return f"lies beyond the end of {pack.name}"
-        content = (chunk.codec, chunk.stored_length, chunk.id, chunk.length)
-        if self._taken.setdefault(chunk.pack, {}).setdefault(chunk.offset, content) != content:
-            return f"lies over another chunk at {chunk.offset} of {pack.name}"
-        return None
+        return self._end_fault(chunk, pack)
+
+
+def _is_stored(chunk: Chunk) -> bool:
+    """The stored length is one that the codec can have."""
+    if chunk.codec == _RAW:
+        return chunk.stored_length == chunk.length
+    return chunk.codec == _ZSTD and 0 < chunk.stored_length < chunk.length

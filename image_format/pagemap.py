@@ -15,7 +15,7 @@ import struct
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from image_format.index_model import MAX_SMALL_FILE
+from image_format.index_model import MAX_CHUNKS, MAX_SMALL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ class Pagemap(NamedTuple):
         """The lengths of the chunks of a file of that size; None where it is not the file of these runs."""
         page_count = sum(self.counts)
         page_size = next((page for page in PAGE_SIZES if page * page_count == size), None)
-        if page_size is None or not size:
+        if page_size is None or not 0 < size <= MAX_CHUNKS * chunk_size:  # a tar's header can claim any size
             return None
         pieces = self._pieces(page_size, chunk_size)
         lengths = array("I")

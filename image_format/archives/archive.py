@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from image_format import seal_documents, security_config
 from image_format.archives.archive_scan import MAX_SPEC_BYTES, PREFIX, SPEC_NAME, Outside, Scan
-from image_format.archives.archive_sources import Decompressed as _Decompressed
 from image_format.archives.archive_sources import FileSource, RewindableSource
 from image_format.index_model import CHUNK_SIZE
 from image_format.verifying import Verified, check_files, check_sizes, check_vram
@@ -40,7 +39,6 @@ __all__ = [
     "Outside",
     "RewindableSource",
     "VerifiedArchive",
-    "_Decompressed",
     "config_differences",
     "read_archive_claims",
     "read_stream_claims",

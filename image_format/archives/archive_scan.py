@@ -15,7 +15,7 @@ from image_format.archives.stream_hashing import StreamHasher
 from image_format.archives.tar_reader import Kind, Member, TarReader
 from image_format.file_names import ALLOWED_UNSIGNED, INDEX_NAME, SEAL_NAMES, check_name
 from image_format.hashing import HashedFile, thread_count
-from image_format.index_model import MAX_INDEX_BYTES
+from image_format.index_model import MAX_CHUNKS
 from image_format.seal_documents import MAX_SIZES
 from vgpu_errors import LimitExceeded, UnexpectedEntry
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 PREFIX = "checkpoint/"
 SPEC_NAME = "spec.dump"
 MAX_SPEC_BYTES = 16 << 20
-MAX_CHUNKS = MAX_INDEX_BYTES // 64
 
 
 class Outside(NamedTuple):
@@ -123,4 +122,4 @@ class Scan:
         kept = bytearray() if self._cuts.wants(name, size) else None
         self.hashed.append(hasher.hash(target, tar.read_into, kept))
         if kept is not None:
-            self._cuts.learn_pagemap(name, kept)
+            self._cuts.learn_pagemap(kept)

@@ -66,7 +66,7 @@ class FileSource(RewindableSource):
 
     def __enter__(self) -> Self:
         try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe has no content
             self._size = os.fstat(self._fd).st_size if self._size is None else self._size
             os.posix_fadvise(self._fd, self._start, self._size, os.POSIX_FADV_SEQUENTIAL)
         except OSError as error:

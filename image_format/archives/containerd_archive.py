@@ -8,6 +8,7 @@ Called by `source`; `exported_file` of containerd_integration reads members thro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from image_format.archives.archive import (
     Outside,
     RewindableSource,
     VerifiedArchive,
-    _Decompressed,
 )
+from image_format.archives.archive_sources import Decompressed
 from image_format.archives.containerd_index import CRIU_TYPE, INDEX_TYPES, SPEC_TYPE, CheckpointIndex, Descriptor
 from image_format.archives.ocistore import INDEX_NAME, LAYOUT_NAME, MAX_DOCUMENT_BYTES
 from image_format.archives.tar_reader import Kind, TarReader
@@ -59,32 +60,34 @@ def read_index(path: Path | str) -> CheckpointIndex:
     """The checkpoint's index; refuses a file that has none, or several."""
     where = str(path)
     kept: dict[str, bytes] = {}
+    kept_bytes, top = 0, None
     with Members(path) as members:
         for name, size, data in members.small():
             if not kept and not name.startswith(("blobs/", INDEX_NAME, LAYOUT_NAME, "manifest.json")):
                 break  # no layout: another engine's archive, which nobody wants to be read to its end here
             kept[name] = data
-            if sum(map(len, kept.values())) > _MAX_KEPT_BYTES:
+            kept_bytes += size
+            if kept_bytes > _MAX_KEPT_BYTES:
                 raise LimitExceeded(where=where, what="the size of small blobs", found=size, limit=_MAX_KEPT_BYTES)
-            found = _index_in(kept, where)
-            if found is not None:
-                return found
+            if name == INDEX_NAME:
+                top = _one_image(data, where)
+            if top is not None and blob_name(top.digest) in kept:
+                return _image_index(kept[blob_name(top.digest)], top, where)
     raise NoSuchImage(path=where, what="it holds no index of a containerd checkpoint")
 
 
-def _index_in(kept: dict[str, bytes], where: str) -> CheckpointIndex | None:
-    """The index as soon as both documents that lead to it were seen."""
-    if INDEX_NAME not in kept:
-        return None
-    top = Fields(canonical_json.read_object(kept[INDEX_NAME], where=f"{where}: {INDEX_NAME}"), INDEX_NAME)
-    entries = [containerd_index.descriptor(entry) for entry in top.objects("manifests")]
+def _one_image(data: bytes, where: str) -> Descriptor:
+    """The one image index that the layout's index names."""
+    fields = Fields(canonical_json.read_object(data, where=f"{where}: {INDEX_NAME}"), INDEX_NAME)
+    entries = [containerd_index.descriptor(entry) for entry in fields.objects("manifests")]
     if len(entries) != 1 or entries[0].media_type not in INDEX_TYPES:
         raise NoSuchImage(path=where, what=f"it holds {len(entries)} images, and not one index")
-    data = kept.get(blob_name(entries[0].digest))
-    if data is None:
-        return None
-    if f"sha256:{hashlib.sha256(data).hexdigest()}" != entries[0].digest:
-        raise ContentMismatch(where=f"{where}: {blob_name(entries[0].digest)}", what="sha256")
+    return entries[0]
+
+
+def _image_index(data: bytes, described: Descriptor, where: str) -> CheckpointIndex:
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" != described.digest:
+        raise ContentMismatch(where=f"{where}: {blob_name(described.digest)}", what="sha256")
     return containerd_index.parse(data, where=where)
 
 
@@ -135,8 +138,10 @@ class Members:
         self._source = FileSource(path, on_progress)
 
     def __enter__(self) -> Self:
-        self._source.__enter__()
-        self.tar = TarReader(_Decompressed(self._source, where=self.where, is_seeking=True), where=self.where)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._source)
+            self.tar = TarReader(Decompressed(self._source, where=self.where, is_seeking=True), where=self.where)
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +170,10 @@ class MemberSource(RewindableSource):
         self._members: Members | None = None
 
     def __enter__(self) -> Self:
-        self.rewind()
+        with contextlib.ExitStack() as stack:
+            stack.push(self)
+            self.rewind()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -107,12 +107,7 @@ def open_oci_archive(path: Path) -> LayoutArchive | None:
 
 def checkpoint_layer(layout: Layout) -> Blob:
     """The one layer of the one image in the layout."""
-    manifests = _document(layout, INDEX_NAME, None).objects("manifests")
-    images = [entry for entry in manifests if entry.text("mediaType") == MANIFEST_TYPE]
-    if len(images) != 1:
-        raise NoSuchImage(path=layout.where, what=f"it holds {len(images)} images; name a layout with one")
-    manifest_blob = Blob.from_json(images[0])
-    layers = _document(layout, _blob_name(manifest_blob), manifest_blob).objects("layers")
+    layers = _manifest(layout).objects("layers")
     if len(layers) != 1 or not layers[0].text("mediaType").startswith(LAYER_PREFIX):
         raise NoSuchImage(path=layout.where, what=f"a checkpoint image has one tar layer, this one has {len(layers)}")
     return Blob.from_json(layers[0])
@@ -120,14 +115,19 @@ def checkpoint_layer(layout: Layout) -> Blob:
 
 def image_documents(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     """Manifest and config of the one image in the layout, as they are."""
+    manifest = _manifest(layout)
+    config_blob = Blob.from_json(manifest.object("config"))
+    return manifest.whole(), _document(layout, _blob_name(config_blob), config_blob).whole()
+
+
+def _manifest(layout: Layout) -> Fields:
+    """The manifest of the one image in the layout."""
     manifests = _document(layout, INDEX_NAME, None).objects("manifests")
     images = [entry for entry in manifests if entry.text("mediaType") == MANIFEST_TYPE]
     if len(images) != 1:
         raise NoSuchImage(path=layout.where, what=f"it holds {len(images)} images; name a layout with one")
     blob = Blob.from_json(images[0])
-    manifest = _document(layout, _blob_name(blob), blob)
-    config_blob = Blob.from_json(manifest.object("config"))
-    return manifest.whole(), _document(layout, _blob_name(config_blob), config_blob).whole()
+    return _document(layout, _blob_name(blob), blob)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def write_small_files(index: Index, directory: Path, out: IO[bytes]) -> Written:
 
 
 def read_small_files(source: Readable, index: Index, *, where: str) -> Iterator[tuple[str, bytes]]:
-    """The files in the blob, each as it comes and only if it is the sealed one; ends after the last that is wanted."""
+    """The files in the blob, each as it comes and only if it is the sealed one; refuses a blob with more or fewer."""
     wanted = {region.name: region for region in index.small_files}
     tar = TarReader(_Plain(source, where), where=where)
     for member in tar:

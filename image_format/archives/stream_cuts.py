@@ -35,6 +35,7 @@ class StreamCuts:
     chunk_size: int
     slots: Mapping[str, Mapping[int, int]] | None = None
     lengths: Mapping[str, Sequence[int]] | None = None
+    # By the file of pages that a pagemap says it belongs to; None where two say so.
     _pagemaps: dict[str, pagemap.Pagemap | None] = field(default_factory=dict)
     _pagemap_bytes: int = 0
     _blind: list[FileToHash] = field(default_factory=list)
@@ -64,10 +65,12 @@ class StreamCuts:
             return False
         return self._pagemap_bytes + size <= MAX_PAGEMAPS_BYTES
 
-    def learn_pagemap(self, name: str, data: bytes | bytearray) -> None:
+    def learn_pagemap(self, data: bytes | bytearray) -> None:
         """A pagemap passes by."""
         self._pagemap_bytes += len(data)
-        self._pagemaps[name] = pagemap.read(data)
+        found = pagemap.read(data)
+        if found is not None:
+            self._pagemaps[found.pages_name] = found if found.pages_name not in self._pagemaps else None
 
     def cut(self, name: str, size: int) -> FileToHash:
         """How to cut this file."""
@@ -111,6 +114,5 @@ class StreamCuts:
         if self.lengths is not None:
             lengths = self.lengths.get(name)
             return lengths if lengths is not None and sum(lengths) == size else None
-        if not pagemap.is_cut_by_pages(name, size):
-            return None
-        return pagemap.cuts_of(self._pagemaps, {name: size}, self.chunk_size).get(name)
+        found = self._pagemaps.get(name)
+        return found.cuts(size, self.chunk_size) if found and pagemap.is_cut_by_pages(name, size) else None

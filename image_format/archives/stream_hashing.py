@@ -7,6 +7,7 @@ Memory is bounded: one chunk buffer more than there are threads. Of a pack whose
 from __future__ import annotations
 
 import queue
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
@@ -32,7 +33,7 @@ class StreamHasher:
         self._made = 0
         self._chunk_size = chunk_size
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._running: list[Future[None]] = []
+        self._running: deque[Future[None]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +56,8 @@ class StreamHasher:
             # Grows with what was really read, not with what a header claims.
             file.ids.extend(bytes(max(0, last * ID_BYTES - len(file.ids))))
             self._running.append(self._pool.submit(self._hash, buffer, file, cuts))
-        self._wait_for_idle()
+            self._wait(at_most=self._buffer_count)
+        self._wait(at_most=0)
         return file
 
     def _reads(self, target: FileToHash) -> Iterator[tuple[int, list[Cut]]]:
@@ -77,10 +79,10 @@ class StreamHasher:
             return memoryview(bytearray(self._chunk_size))
         return self._free.get(timeout=_DEADLINE_S)
 
-    def _wait_for_idle(self) -> None:
-        for future in self._running:
-            future.result(timeout=_DEADLINE_S)
-        self._running.clear()
+    def _wait(self, *, at_most: int) -> None:
+        """Until no more pieces than that are being hashed."""
+        while len(self._running) > at_most:
+            self._running.popleft().result(timeout=_DEADLINE_S)
 
     def _hash(self, buffer: memoryview, file: HashedFile, cuts: list[Cut]) -> None:
         try:

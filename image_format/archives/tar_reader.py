@@ -19,7 +19,12 @@ BLOCK = 512
 MAX_EXTENDED_BYTES = 1 << 20
 MAX_NAME_LENGTH = 4096
 MAX_MEMBERS = 1 << 17
+# A long name, a long link and attributes each take one; tar writers put no more before a member.
+MAX_EXTENSIONS = 16
 _SKIP_BYTES = 1 << 20
+_MAX_PAX_DIGITS = 7
+
+_SPARSE = "a sparse member, which engines unpack differently"
 
 
 class Readable(Protocol):
@@ -98,7 +103,7 @@ class TarReader:
 
     def _next_member(self) -> Member | None:
         extended: dict[str, str] = {}
-        while True:
+        for _ in range(MAX_EXTENSIONS + 1):
             block = self._block()
             if not any(block):
                 self._expect_end()
@@ -109,10 +114,13 @@ class TarReader:
                 self._read_extension(kind, size, extended)
                 continue
             return self._member(block, kind, size, extended)
+        raise LimitExceeded(
+            where=self.where, what="the extended headers of a member", found="more", limit=MAX_EXTENSIONS
+        )
 
     def _member(self, block: bytes, kind: bytes, size: int, extended: dict[str, str]) -> Member:
-        if any(key.startswith("GNU.sparse.") for key in extended) or kind == b"S":
-            raise ImageError(where=self.where, what="a sparse member, which engines unpack differently")
+        if kind == b"S":
+            raise ImageError(where=self.where, what=_SPARSE)
         if kind not in _KINDS:
             raise ImageError(where=self.where, what=f"a member of unknown type {ascii(kind)[1:]}")
         raw = extended.get("path", _header_name(block))
@@ -137,11 +145,16 @@ class TarReader:
         if kind == b"L":
             extended["path"] = _text(data.rstrip(b"\0"))
         elif kind in (b"x", b"g"):
-            records = dict(_pax_records(data, self.where))
-            if kind == b"x":
-                extended |= records
-            elif {"path", "size"} & set(records):
-                raise ImageError(where=self.where, what="a global header that renames or resizes every member")
+            self._read_pax(kind, data, extended)
+
+    def _read_pax(self, kind: bytes, data: bytes, extended: dict[str, str]) -> None:
+        for key, value in _pax_records(data, self.where):
+            if key.startswith("GNU.sparse."):
+                raise ImageError(where=self.where, what=_SPARSE)
+            if key in ("path", "size"):
+                if kind == b"g":
+                    raise ImageError(where=self.where, what="a global header that renames or resizes every member")
+                extended[key] = value
 
     def _clean_name(self, raw: str) -> str:
         if len(raw) > MAX_NAME_LENGTH or not raw or raw.startswith("/"):
@@ -220,15 +233,16 @@ def _header_name(block: bytes) -> str:
 
 
 def _pax_records(data: bytes, where: str) -> Iterator[tuple[str, str]]:
-    while data:
-        head, space, _ = data.partition(b" ")
-        size = int(head) if head.isdigit() and len(head) < 8 else 0
-        record = data[len(head) + 1 : size]
+    start = 0
+    while start < len(data):
+        head, space, _ = data[start : start + _MAX_PAX_DIGITS + 1].partition(b" ")
+        end = start + (int(head) if space and head.isdigit() else 0)
+        record = data[start + len(head) + 1 : end]
         key, equals, value = record[:-1].partition(b"=")
-        if not space or size > len(data) or not record.endswith(b"\n") or not equals or b"\0" in key + value:
+        if end > len(data) or not record.endswith(b"\n") or not equals or b"\0" in key + value:
             raise ImageError(where=where, what="a damaged extended header")
         yield _text(key), _text(value)
-        data = data[size:]
+        start = end
 
 
 def _text(data: bytes) -> str:

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from image_format.hashing import open_plain, read_exactly, thread_count
 from image_format.index_model import PACK_ALIGNMENT, Codec
+from image_format.packs.open_files import OpenFiles
 from image_format.packs.packed import Layout, PackedPlan, Place, aligned
 from vgpu_errors import ContentMismatch, ImageError, NoSuchImage
 
@@ -67,12 +68,11 @@ def open_pack(plan: PackedPlan, number: int, directory: Path | str) -> BinaryIO:
 
 
 class SourceFiles:
-    """The files of a sealed directory, each opened once, read from any thread."""
+    """The files of a sealed directory, read from any thread."""
 
     def __init__(self, directory: Path | str) -> None:
         self._where = str(directory)
-        self._lock = threading.Lock()
-        self._open: dict[str, int] = {}
+        self._open = OpenFiles(self._open_plain, os.close)
         try:
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -86,27 +86,24 @@ class SourceFiles:
 
     def close(self) -> None:
         """Let go of all files."""
-        with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
-            if self._directory_fd >= 0:
-                os.close(self._directory_fd)
-                self._directory_fd = -1
+        self._open.close()
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
 
     def read(self, chunk: PlannedChunk, view: memoryview, skip: int = 0) -> None:
         """Fill the buffer with the chunk's bytes from there on."""
         name, offset = chunk.source
-        read_exactly(self._descriptor(name), view, offset + skip, where=f"{self._where}: {name}")
+        with self._open.use(name) as descriptor:
+            read_exactly(descriptor, view, offset + skip, where=f"{self._where}: {name}")
 
     def mismatch(self, chunk: PlannedChunk, what: str) -> ContentMismatch:
         """The error that names a chunk's place."""
         return ContentMismatch(where=f"{self._where}: {chunk.source.name}", what=f"{what} at {chunk.source.offset}")
 
-    def _descriptor(self, name: str) -> int:
-        with self._lock:
-            if name not in self._open:
-                self._open[name], _ = open_plain(self._directory_fd, name, where=self._where)
-            return self._open[name]
+    def _open_plain(self, name: str) -> int:
+        descriptor, _ = open_plain(self._directory_fd, name, where=self._where)
+        return descriptor
 
 
 class Compressor:

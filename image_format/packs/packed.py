@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from image_format import chunk_index
 from image_format.file_names import INDEX_NAME, pack_name
-from image_format.index_model import MAX_PACK_CHUNKS, Chunk, Codec, Index, Pack, Region, RegionKind, zero_id
+from image_format.index_model import MAX_PACK_CHUNKS, Chunk, Codec, Index, Pack, Region, RegionKind, zero_ids
 from image_format.packs.pack_model import (
     RAW_PACK_TYPE,
     ZSTD_PACK_TYPE,
@@ -136,6 +136,7 @@ class _Planner:
         self.packs: list[PlannedPack] = []
         self.pack_of = [_NOT_PACKED] * len(index.chunks)
         self._by_key: dict[bytes, int] = {}
+        self._zero_ids = zero_ids(chunk.length for chunk in index.chunks)
 
     def plan_kind(self, kind: RegionKind, earlier: Sequence[EarlierPack]) -> None:
         """All packs of one kind of region."""
@@ -161,7 +162,7 @@ class _Planner:
     def _wanted(self, region: Region) -> list[_Wanted]:
         chunks = sources_of(self.index, region)
         return [
-            _Wanted(number, PlannedChunk(chunk.id, chunk.length, source), chunk.id == zero_id(chunk.length))
+            _Wanted(number, PlannedChunk(chunk.id, chunk.length, source), chunk.id == self._zero_ids[chunk.length])
             for number, (chunk, source) in enumerate(chunks, region.first_chunk)
         ]
 

@@ -8,28 +8,27 @@ forty times the CPU), the rest through the cache. Never writes through a link, n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
-import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from image_format.hashing import read_exactly
 from image_format.index_model import PACK_ALIGNMENT
+from image_format.packs.open_files import OpenFiles
 from image_format.whole_files import explained
 from vgpu_errors import UnexpectedEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
     from pathlib import Path
 
 _ZERO_BYTES = 1 << 20
 
 
-@dataclass
-class _Open:
+class _Open(NamedTuple):
     cached: int
     direct: int
 
@@ -40,41 +39,33 @@ class TargetFiles:
     def __init__(self, directory_fd: int, path: Path) -> None:
         self._directory_fd = directory_fd
         self._path = path
-        self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
+        self._names: list[str] = []
+        self._open = OpenFiles(self._open_both, _close_both)
         self._zeros = aligned_buffer(_ZERO_BYTES)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            for descriptors in self._open.values():
-                _close(descriptors.cached)
-                _close(descriptors.direct)
-            self._open.clear()
+        self._open.close()
 
-    def create(self, name: str, size: int) -> bool:
-        """Make a file of that size, or take the one that is there; True where it had that size before."""
+    def create(self, name: str, size: int) -> None:
+        """Make a file of that size, or take the one that is there."""
         try:
-            cached = self._open_plain(name)
-            had_size = os.fstat(cached).st_size == size
-            os.ftruncate(cached, size)
-            if size:
-                os.posix_fallocate(cached, 0, size)
-            self._open[name] = _Open(cached, self._open_direct(name))
+            os.close(self._open_plain(name, os.O_CREAT))
         except OSError as error:
             raise explained(error, self._path / name, size) from error
-        return had_size
+        self._names.append(name)
+        with self._used(name, size) as file:
+            os.ftruncate(file.cached, size)
+            if size:
+                os.posix_fallocate(file.cached, 0, size)
 
     def write(self, name: str, offset: int, view: memoryview) -> None:
         """Put the bytes in place; a buffer of `aligned_buffer` goes past the cache."""
-        file = self._open[name]
-        try:
+        with self._used(name, len(view)) as file:
             done = self._write_direct(file, offset, view) if file.direct >= 0 else 0
             _write_all(file.cached, offset + done, view[done:])
-        except OSError as error:
-            raise explained(error, self._path / name, len(view)) from error
 
     def fill(self, name: str, start: int, end: int) -> None:
         """Write zeros."""
@@ -85,18 +76,33 @@ class TargetFiles:
 
     def read(self, name: str, offset: int, view: memoryview) -> None:
         """Fill the buffer with what is in place."""
-        read_exactly(self._open[name].cached, view, offset, where=str(self._path / name))
+        with self._used(name, 0) as file:
+            read_exactly(file.cached, view, offset, where=str(self._path / name))
 
-    def sync(self, names: Iterable[str] | None = None) -> None:
+    def sync(self) -> None:
         """All of it is on the disk."""
-        for name in self._open if names is None else names:
-            try:
-                os.fsync(self._open[name].cached)
-            except OSError as error:
-                raise explained(error, self._path / name, 0) from error
+        for name in self._names:
+            with self._used(name, 0) as file:
+                os.fsync(file.cached)
 
-    def _open_plain(self, name: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    @contextlib.contextmanager
+    def _used(self, name: str, needed_bytes: int) -> Iterator[_Open]:
+        try:
+            with self._open.use(name) as file:
+                yield file
+        except OSError as error:
+            raise explained(error, self._path / name, needed_bytes) from error
+
+    def _open_both(self, name: str) -> _Open:
+        cached = self._open_plain(name)
+        try:
+            return _Open(cached, self._open_direct(name))
+        except OSError:
+            os.close(cached)
+            raise
+
+    def _open_plain(self, name: str, creating: int = 0) -> int:
+        flags = os.O_RDWR | creating | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, 0o600, dir_fd=self._directory_fd)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -138,6 +144,7 @@ def _write_all(descriptor: int, offset: int, view: memoryview) -> None:
         offset, view = offset + count, view[count:]
 
 
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)
+def _close_both(file: _Open) -> None:
+    os.close(file.cached)
+    if file.direct >= 0:
+        os.close(file.direct)

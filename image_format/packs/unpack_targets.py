@@ -13,7 +13,7 @@ from image_format.packs.packed import sources_of
 from vgpu_errors import ContentMismatch, ImageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from image_format.index_model import Index
 
@@ -68,6 +68,11 @@ def entries_of(sealed: Index, packed: Index) -> list[list[Entry]]:
         [Entry(offset, *chunks[n][offset], tuple(targets[n][offset])) for offset in sorted(chunks[n])]
         for n in range(len(chunks))
     ]
+
+
+def without(entry: Entry, names: Collection[str]) -> Entry:
+    """The chunk with those of its places that are in other files."""
+    return entry._replace(targets=tuple(target for target in entry.targets if target.name not in names))
 
 
 def sizes_of(sealed: Index) -> dict[str, int]:

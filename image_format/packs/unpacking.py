@@ -14,10 +14,13 @@ chunk is there. Memory is bounded: two chunks per thread. The transport verbs ca
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -40,13 +43,22 @@ from image_format.index_model import Codec
 from image_format.packs.pack_model import PlannedChunk
 from image_format.packs.pack_streams import SourceFiles
 from image_format.packs.target_files import TargetFiles, aligned_buffer
-from image_format.packs.unpack_targets import Entry, Range, check_pair, entries_of, gaps, local_chunks, sizes_of
+from image_format.packs.unpack_targets import (
+    Entry,
+    Range,
+    check_pair,
+    entries_of,
+    gaps,
+    local_chunks,
+    sizes_of,
+    without,
+)
 from image_format.verifying import Directory, check_sizes
 from image_format.whole_files import WholeFiles, explained_removal, open_directory
 from vgpu_errors import ContentMismatch, ImageError, Truncated, VgpuError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from image_format.archives.tar_reader import Readable
     from image_format.index_model import Index
@@ -87,19 +99,28 @@ def unpack(
 
 
 class Unpacker:
-    """A directory that is being filled. `write` may be called from several threads, for different stretches."""
+    """A directory that is being filled. `write` may be called from several threads, for different stretches.
+
+    Files that are `ready` are there, whole and compared, maybe under other names besides: they are not opened.
+    """
 
     def __init__(
-        self, sealed: Index, packed: Index, directory: Path | str, *, on_bytes: Callable[[int], None] | None = None
+        self,
+        sealed: Index,
+        packed: Index,
+        directory: Path | str,
+        *,
+        on_bytes: Callable[[int], None] | None = None,
+        ready: Collection[str] = (),
     ) -> None:
         check_pair(sealed, packed)
         self._sealed = sealed
         self._path = Path(directory)
         self._on_bytes = on_bytes
-        self._entries = entries_of(sealed, packed)
-        self._done = [bytearray(len(entries)) for entries in self._entries]
-        self._sizes = sizes_of(sealed)
-        self._present: set[str] = set()
+        self._ready = frozenset(ready)
+        self._entries = [[without(entry, self._ready) for entry in entries] for entries in entries_of(sealed, packed)]
+        self._done = [bytearray(not entry.targets for entry in entries) for entries in self._entries]
+        self._sizes = {name: size for name, size in sizes_of(sealed).items() if name not in self._ready}
         self._has_small_files = False
         self._local = threading.local()
         self._stack = ExitStack()
@@ -137,9 +158,9 @@ class Unpacker:
     def write(self, number: int, source: Readable, stretch: Range | None = None) -> None:
         """Take the bytes of a pack from the stretch's start on, and put every chunk in it in place as it comes."""
         position = stretch.start if stretch else 0
-        for place, entry in enumerate(self._entries[number]):
-            if entry.offset < position:
-                continue
+        entries = self._entries[number]
+        first = bisect.bisect_left(entries, position, key=attrgetter("offset"))
+        for place, entry in enumerate(itertools.islice(entries, first, None), first):
             if stretch and entry.offset >= stretch.end:
                 break
             self._skip(source, entry.offset - position)
@@ -156,17 +177,17 @@ class Unpacker:
 
     def find_present(self, *, threads: int | None = None) -> int:
         """Look at what an earlier run left, chunk by chunk; how many bytes need not come again."""
-        found = [0]
 
-        def look(number: int) -> None:
+        def look(number: int) -> int:
+            found = 0
             for place, entry in enumerate(self._entries[number]):
                 if not self._done[number][place] and self._is_present(entry):
                     self._done[number][place] = 1
-                    found[0] += entry.length
+                    found += entry.length
+            return found
 
         with ThreadPoolExecutor(thread_count(threads), "vgpu-look") as pool:
-            list(pool.map(look, range(self.pack_count)))
-        return found[0]
+            return sum(pool.map(look, range(self.pack_count)))
 
     def fill_from(self, directory: Path | str, index: Index) -> int:
         """Take chunks that another sealed directory on this node has; how many bytes. What is damaged there is left."""
@@ -204,15 +225,16 @@ class Unpacker:
     # ---- making the files ------------------------------------------------------------------------
 
     def _remove_old(self) -> None:
-        """Signature first; packs and bulk files stay where their size is right, for `find_present`."""
+        """Signature first; packs and bulk files that are wanted stay, for `find_present`."""
         with explained_removal(self._path):
             self._documents.remove(SIGNATURE_NAME)
             self._documents.sync()
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             os.close(os.open(MARK_NAME, flags, 0o600, dir_fd=self._directory_fd))
             self._documents.sync()
+            kept = self._ready | set(self._sizes)
             for name in Directory.listed(self._directory_fd):
-                if is_ours(name) and name != MARK_NAME and not (is_pack(name) and name in self._sizes):
+                if is_ours(name) and name != MARK_NAME and not (is_pack(name) and name in kept):
                     os.unlink(name, dir_fd=self._directory_fd)
 
     def _make_files(self) -> None:

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from blake3 import blake3
 
 from image_format import chunk_index, source, vram
 from image_format.archives import archive, ocistore
+from image_format.index_model import Chunk, Codec, Index, Region, RegionKind
 from image_format.trust.policy import Policy, TrustedKey
+from tests.format import pages_images
 from tests.format.make_vectors import FOLDER, TRUSTED, describe, make_tar, oci_files
-from tests.format.tricky_tars import SEALED, TRICKS, WHOLE, base256, header, with_last
+from tests.format.tricky_tars import SEALED, TRICKS, WHOLE, base256, header, member, pax, with_last
 from vgpu_errors import ImageError, NoSuchImage, VgpuError
 
 POLICY = Policy(keys={TRUSTED.key_id: TrustedKey("trusted", Path("trusted.pub"), TRUSTED.public)})
@@ -291,8 +294,39 @@ def tar_claiming(name, size):
     return with_last(header(name, size_field=base256(size)))
 
 
+def pagemap_claiming(count):
+    """A pagemap of one run, and a file of pages that claims to hold them all."""
+    text = pages_images.MAGICS + b"".join(
+        pages_images.entry(pages_images.message(*fields)) for fields in ([(1, 9)], [(1, 0), (4, 4), (5, count)])
+    )
+    size_field = base256(count * pages_images.PAGE)
+    return with_last(member("checkpoint/pagemap-9.img", text), header("checkpoint/pages-9.img", size_field=size_field))
+
+
+def headers_without_a_member(count):
+    """Extended headers of a thousand names each."""
+    return with_last(*(pax({f"{n}.{k}": "x" for k in range(1000)}) for n in range(count)))
+
+
+def index_of_zero_chunks(count, chunk_size=64 << 20):
+    """GPU objects of one chunk each, all zero and of a different length; their ids are right, and made in no time."""
+    regions, chunks, hasher, step = [], [], blake3(), chunk_size // count
+    for n in range(count):
+        hasher.update(bytes(step))
+        chunks.append(Chunk(hasher.digest(), 0, Codec.ZERO, 0, 0, (n + 1) * step))
+        regions.append(Region(f"1/{n}", (n + 1) * step, n, 1, RegionKind.VRAM))
+    return chunk_index.to_bytes(Index(tuple(regions), tuple(chunks), (), chunk_size))
+
+
 HUGE = 1 << 40
 CLAIMS = {
+    "a pagemap of 2 EB": ("archive", pagemap_claiming(1 << 49)),
+    "a pagemap of 8 TB": ("archive", pagemap_claiming(1 << 31)),
+    "extended headers of 200000 names": (
+        "archive",
+        with_last(*[member("x", b"5 a=\n" * 200_000, kind=b"x")] * 4, member("../x")),
+    ),
+    "extended headers without a member": ("archive", headers_without_a_member(2000)),
     **{
         f"an index of {1 << bits} {what}": (chunk_index.from_bytes, index_claiming(**{what: 1 << bits}))
         for what in ("regions", "chunks", "packs", "names")
@@ -360,6 +394,21 @@ def action_of(parse, data, folder):
 def test_a_claim_of_a_few_bytes_is_refused_in_little_memory(claim, tmp_path):
     outcome = in_little_memory(action_of(*CLAIMS[claim], tmp_path))
     assert outcome.startswith("ours "), outcome
+
+
+def test_zero_chunks_of_many_lengths_cost_what_the_longest_costs():
+    data = index_of_zero_chunks(4096)
+    assert in_little_memory(lambda: chunk_index.from_bytes(data)) == "returned Index"
+    spoilt = bytearray(data)
+    spoilt[128 + 4096 * 64 + 4000 * 64] ^= 1
+    with pytest.raises(ImageError, match="chunk 4000: its id is not that of zeros"):
+        chunk_index.from_bytes(spoilt)
+
+
+def test_a_pipe_in_place_of_an_archive_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    outcome = in_little_memory(lambda: archive.read_archive_claims(tmp_path / "pipe"))
+    assert outcome.startswith("ours NoSuchImage"), outcome
 
 
 def test_a_child_of_little_memory_is_one():

@@ -86,7 +86,16 @@ def test_content_cut_along_pages_is_compared_by_what_is_there():
 
 def test_another_chunk_size_is_compared_by_what_is_there():
     (change,) = region_changes(replace(index(f="ab"), chunk_size=2 * SIZE), index(f="ba"))
-    assert (change.change, change.count.equal_chunks) == ("equal", 2)
+    assert (change.change, change.count.equal_chunks) == ("changed", 2)
+
+
+def test_pages_that_changed_places_are_a_change():
+    paged = [
+        replace(i, regions=tuple(r._replace(kind=RegionKind.PAGES) for r in i.regions))
+        for i in (index(f="ab"), index(f="ba"))
+    ]
+    assert [change.change for change in region_changes(*paged)] == ["changed"]
+    assert [change.change for change in region_changes(paged[0], paged[0])] == ["equal"]
 
 
 REQUIRED = Requirement("extra", "570")

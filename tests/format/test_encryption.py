@@ -348,6 +348,25 @@ def test_a_record_keeps_what_it_does_not_know_and_opens_beside_other_kinds_of_wr
     assert (again.to_bytes(), again.open([lab])) == (data, image)
 
 
+def test_one_record_opens_to_one_image_key_whoever_opens_it():
+    honest, fooled = Identity.generate(), Identity.generate()
+    image, other = ImageCipher.generate(), os.urandom(32)
+    wraps = [
+        honest.public.wrap(image.wrapped_key(), image_id=image.image_id),
+        fooled.public.wrap(other, image_id=image.image_id),
+    ]
+    record = EncryptedRecord.from_bytes(EncryptedRecord.of(image, wraps).to_bytes())
+    record.open([honest])
+    with pytest.raises(Undecryptable, match="changed"):
+        record.open([fooled])
+
+
+def test_a_record_whose_wraps_are_all_of_unknown_kinds_says_so():
+    record = replace(EncryptedRecord.new([Identity.generate().public])[0], recipients=())
+    with pytest.raises(NotARecipient, match="kinds of keys that this version does not know"):
+        record.open([Identity.generate()])
+
+
 def test_keys_of_another_kind_are_refused(tmp_path):
     signing = generate_private_key(SECP256R1())
     with pytest.raises(BadConfiguration):

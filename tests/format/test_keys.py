@@ -1,5 +1,6 @@
 """Signing keys: both kinds, with passphrases and without; what is no key for us is refused by name."""
 
+import errno
 import os
 
 import pytest
@@ -97,6 +98,25 @@ def test_another_kind_of_key_is_refused(tmp_path, kind):
         load_signing_key(tmp_path / "k")
     with pytest.raises(BadConfiguration, match="Ed25519"):
         parse_public_key(key_files.public_pem(key.public_key()), where="k.pub")
+
+
+def test_a_key_that_could_not_be_written_whole_leaves_nothing(tmp_path, monkeypatch):
+    def no_space(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        key_files.write_pair(tmp_path / "k", SigningKey.generate().to_pem(), tmp_path / "k.pub", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_remedy_for_a_key_file_tells_to_remove_it(tmp_path):
+    (tmp_path / "k").write_bytes(b"x")
+    for path in (tmp_path / "k", tmp_path / "none"):
+        for load in (load_signing_key, load_public_key):
+            with pytest.raises(BadConfiguration) as found:
+                load(path)
+            assert "remove" not in found.value.remedy
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])

@@ -3,10 +3,12 @@
 import hashlib
 import io
 import os
+import resource
 import shutil
 import tarfile
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,14 @@ from image_format import chunk_index, seal_documents
 from image_format.archives.small_files import read_small_files, write_small_files
 from image_format.index_model import MAX_SMALL_FILE, PACK_ALIGNMENT, Codec, RegionKind
 from image_format.packs import pack_streams, target_files
+from image_format.packs.open_files import MAX_OPEN
 from image_format.packs.pack_streams import measure_packs, open_pack
 from image_format.packs.packed import (
     RAW_PACK_TYPE,
     ZSTD_PACK_TYPE,
     Compression,
+    PlannedChunk,
+    Source,
     earlier_packs,
     packed_index,
     packed_index_bytes,
@@ -724,11 +729,55 @@ def test_a_full_disk_shows_before_anything_is_written(index, plan, tmp_path, mon
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     (tmp_path / "out").mkdir()
+    before = os.listdir("/proc/self/fd")
     with (
         pytest.raises(NotEnoughSpace),
         Unpacker(index, chunk_index.from_bytes(packed_index_bytes(plan)), tmp_path / "out"),
     ):
         pass
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.fixture
+def few_descriptors():
+    """Fewer than there are files in the test."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2 * MAX_OPEN + 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_than_descriptors_are_read_and_written(tmp_path, few_descriptors):
+    names = [f"vgpu-pack-{n:05}.bin" for n in range(2 * MAX_OPEN + 100)]
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with target_files.TargetFiles(fd, tmp_path) as files:
+        for name in names:
+            files.create(name, PAGE)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: files.write(name, 0, memoryview(name.encode())), names))
+        files.sync()
+        assert len(os.listdir("/proc/self/fd")) < 2 * MAX_OPEN + 100
+    os.close(fd)
+
+    def found(name):
+        view = memoryview(bytearray(len(name)))
+        sources.read(PlannedChunk(b"", len(name), Source(name, 0)), view)
+        return bytes(view).decode()
+
+    with pack_streams.SourceFiles(tmp_path) as sources, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(found, names)) == names
+
+
+def test_a_file_that_vanished_is_not_made_again(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with target_files.TargetFiles(fd, tmp_path) as files:
+        for n in range(MAX_OPEN + 1):
+            files.create(f"{n}.img", 1)
+        (tmp_path / "0.img").unlink()
+        with pytest.raises(ImageError, match=r"0\.img"):
+            files.write("0.img", 0, memoryview(b"x"))
+    os.close(fd)
+    assert not (tmp_path / "0.img").exists()
 
 
 def test_packs_are_taken_from_several_threads(folder, plan, index, blobs, tmp_path, trusting):

@@ -12,7 +12,9 @@ import pytest
 from image_format import chunk_index, pagemap
 from image_format.archives import archive_scan, stream_cuts
 from image_format.archives.archive import verify_archive
-from image_format.index_model import CHUNK_SIZE, MAX_SMALL_FILE, RegionKind
+from image_format.archives.stream_hashing import StreamHasher
+from image_format.hashing import FileToHash
+from image_format.index_model import CHUNK_SIZE, MAX_SMALL_FILE, RegionKind, zero_id
 from image_format.sealing import seal
 from image_format.trust.keys import load_signing_key
 from image_format.verifying import verify_directory
@@ -298,6 +300,28 @@ def test_memory_is_bounded_however_many_chunks_there_are(tmp_path, record, key, 
         assert peak < 3 * CHUNK_SIZE + (8 << 20)
 
 
+def test_what_waits_to_be_hashed_is_bounded_by_threads_and_not_by_the_file():
+    count = 20_000
+    with StreamHasher(2, PAGE) as hasher:
+        tracemalloc.start()
+        file = hasher.hash(FileToHash("vgpu-pack-00000.bin", count * PAGE), lambda view: None)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert file.id_at(count - 1) == zero_id(PAGE)
+    assert peak < 5 * 32 * count
+
+
+def test_pagemaps_that_claim_one_file_are_none_however_many():
+    cuts = stream_cuts.StreamCuts(CHUNK_SIZE)
+    size = 2 * MAX_SMALL_FILE
+    runs = [Run(HEAP, size // PAGE)]
+    cuts.learn_pagemap(make_pagemap(7, runs))
+    assert cuts.cut("pages-7.img", size).lengths is not None
+    for _ in range(2):
+        cuts.learn_pagemap(make_pagemap(7, runs))
+        assert cuts.cut("pages-7.img", size).lengths is None
+
+
 # ---- the index -----------------------------------------------------------------------------------
 
 
@@ -324,3 +348,33 @@ def test_chunks_that_do_not_make_up_their_region_are_refused(index, change):
     chunks[at] = chunks[at]._replace(**change)
     with pytest.raises(ImageError, match=r"chunk \d+: is not the"):
         chunk_index.from_bytes(chunk_index.to_bytes(replace(index, chunks=tuple(chunks))))
+
+
+@pytest.mark.parametrize("record_size", [64, 80])
+@pytest.mark.parametrize("place", [38, 39, 56, 63])
+def test_reserved_bytes_of_a_chunk_are_refused_by_its_number(index, place, record_size):
+    data = longer_chunk_records(index, record_size)
+    assert chunk_index.from_bytes(data).chunks == index.chunks
+    data[128 + 64 * len(index.regions) + 2 * record_size + place] = 1
+    with pytest.raises(ImageError, match="chunk 2: reserved"):
+        chunk_index.from_bytes(data)
+
+
+def longer_chunk_records(index, record_size):
+    """What a writer of version 1.2 does not write, but every reader takes."""
+    data = chunk_index.to_bytes(index)
+    first, count = 128 + 64 * len(index.regions), len(index.chunks)
+    records = (data[first + 64 * n : first + 64 * (n + 1)].ljust(record_size, b"\7") for n in range(count))
+    made = bytearray(data[:first] + b"".join(records) + data[first + 64 * count :])
+    struct.pack_into("<I", made, 20, record_size)
+    return made
+
+
+def test_flags_of_packs_of_a_later_minor_version_are_passed_over(index):
+    data = bytearray(chunk_index.to_bytes(index))
+    struct.pack_into("<H", data, 10, 3)
+    struct.pack_into("<I", data, 128 + 64 * (len(index.regions) + len(index.chunks)) + 48, 1)
+    assert chunk_index.from_bytes(data).packs == index.packs
+    struct.pack_into("<H", data, 10, 2)
+    with pytest.raises(ImageError, match="reserved"):
+        chunk_index.from_bytes(data)

@@ -72,6 +72,34 @@ def test_a_file_that_others_can_change_is_refused(tmp_path, name, mode):
         Policy.load(tmp_path)
 
 
+def test_a_key_of_the_next_version_says_which_version_it_needs(tmp_path):
+    doc = {"version": 1, "default": "refuse-untrusted", "olderGeneration": "refuse"}
+    (tmp_path / "policy.json").write_text(json.dumps(doc))
+    with pytest.raises(BadConfiguration, match="olderGeneration") as found:
+        Policy.load(tmp_path)
+    assert '"version": 2' in found.value.remedy
+
+
+@pytest.mark.parametrize("folder", [".", "trusted"])
+def test_a_folder_in_which_others_can_replace_files_is_refused(tmp_path, folder):
+    make_node_key(tmp_path)
+    (tmp_path / "trusted").mkdir()
+    (tmp_path / "trusted/a.pub").write_bytes(SigningKey.generate().public.to_pem())
+    Policy.load(tmp_path)
+    (tmp_path / folder).chmod(0o777)
+    with pytest.raises(BadConfiguration, match="others") as found:
+        Policy.load(tmp_path)
+    assert "chmod go-w" in found.value.remedy
+
+
+def test_a_file_that_is_no_key_among_the_trusted_ones_is_named(tmp_path):
+    (tmp_path / "trusted").mkdir()
+    (tmp_path / "trusted/a.pub").write_bytes(b"x")
+    with pytest.raises(BadConfiguration, match=r"a\.pub") as found:
+        Policy.load(tmp_path)
+    assert f"rm {tmp_path}/trusted/a.pub" in found.value.remedy
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(tmp_path):
     make_node_key(tmp_path)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import random
 import shutil
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,14 +31,17 @@ from tests.format.store_stage import Stage
 from tests.simulators.registry import Fault, RegistrySimulator, Settings
 from vgpu_errors import (
     ContentMismatch,
+    DeadlineExceeded,
     FormatTooNew,
     ImageError,
     NoSuchImage,
     NotInRegistry,
     RegistryError,
     RegistryGaveUp,
+    StoreBusy,
     Unsigned,
     UntrustedKey,
+    UserError,
     VgpuError,
 )
 
@@ -436,7 +442,7 @@ def test_what_a_reference_lacks_is_fetched(simulator, stage, policy, other_store
     def connect(where):
         return Registry(where, retries=FAST, environ={})
 
-    fetched = fetch_missing(note, policy, other_store, connect=connect)
+    fetched = fetch_missing(note, policy, other_store, deadline_s=60, connect=connect)
     same_files(directory, fetched.directory)
 
 
@@ -444,14 +450,14 @@ def test_another_checkpoint_is_not_taken_for_the_missing_one(simulator, stage, p
     pushed = push_it(simulator, seal_bulk(stage, "one", random_bytes(MIB)), policy)
     other = push_it(simulator, seal_bulk(stage, "two", random_bytes(MIB, 1), generation=2), policy, tag="2")
     with pytest.raises(ContentMismatch):
-        fetch_missing(note_for(pushed, str(other.reference)), policy, other_store)
+        fetch_missing(note_for(pushed, str(other.reference)), policy, other_store, deadline_s=60)
     assert other_store.checkpoints() == ()
 
 
 def test_no_location_says_so(policy, other_store):
     note = reference.ReferenceNote("a" * 64, ("memory.img",), ())
     with pytest.raises(ImageError, match="names no registry"):
-        fetch_missing(note, policy, other_store)
+        fetch_missing(note, policy, other_store, deadline_s=60)
 
 
 def test_notes_survive_nonsense(tmp_path):
@@ -491,3 +497,122 @@ def test_options_are_bounds(simulator, stage, policy, other_store):
     with client(simulator) as registry:
         remote = look(registry, policy)
         pull_into_store(registry, remote, other_store, Notes(None), options=PullOptions(threads=1, in_flight=1))
+
+
+# ---- what was found in review ----------------------------------------------------------------------
+
+
+def seal_two(stage, name, first, second, generation=1):
+    """A sealed directory with two large files, which share some chunks."""
+    folder = stage.folder / name
+    folder.mkdir()
+    for file, data in {**base_files(), "first.img": first, "second.img": second}.items():
+        (folder / file).write_bytes(data)
+    created = f"2026-11-0{generation}T12:00:00Z"
+    seal(folder, dataclasses.replace(base_record(), generation=generation, created=created), stage.key)
+    return folder
+
+
+def test_a_file_that_the_store_has_is_linked_and_not_copied(simulator, stage, policy, other_store):
+    shared, changed = random_bytes(16 * MIB), random_bytes(16 * MIB, 1)
+    first = seal_two(stage, "one", shared, shared[: 8 * MIB] + random_bytes(4 * MIB, 2))
+    push_it(simulator, first, policy)
+    kept = pull_it(simulator, other_store, policy).directory
+    later = seal_two(stage, "two", shared, shared[: 8 * MIB] + changed, generation=2)
+    push_it(simulator, later, policy, tag="2")
+    pulled = pull_it(simulator, other_store, policy, tag="2")
+    same_files(later, pulled.directory)
+    assert (pulled.directory / "first.img").samefile(kept / "first.img")
+    assert pulled.counts.fetched < 17 * MIB
+    same_files(first, kept)
+    verify_directory(pulled.directory, policy)
+
+
+def test_damaged_content_of_the_store_is_not_linked(simulator, stage, policy, other_store):
+    bulk = random_bytes(BULK)
+    push_it(simulator, seal_bulk(stage, "one", bulk), policy)
+    kept = pull_it(simulator, other_store, policy).directory
+    with (kept / "memory.img").open("r+b") as file:
+        file.write(b"damage")
+    later = seal_bulk(stage, "two", bulk, generation=2)
+    push_it(simulator, later, policy, tag="2")
+    pulled = pull_it(simulator, other_store, policy, tag="2")
+    same_files(later, pulled.directory)
+    assert (kept / "memory.img").read_bytes()[:6] == b"damage"
+
+
+def test_a_pull_that_was_cut_off_goes_on_beside_linked_files(simulator, stage, policy, other_store):
+    shared = random_bytes(16 * MIB)
+    push_it(simulator, seal_two(stage, "one", shared, random_bytes(4 * MIB, 1)), policy)
+    pull_it(simulator, other_store, policy)
+    later = seal_two(stage, "two", shared, random_bytes(BULK, 2), generation=2)
+    push_it(simulator, later, policy, tag="2")
+    path = max(simulator.blobs["team/model"], key=lambda digest: simulator.path_of(digest).stat().st_size)
+    simulator.faults = [
+        Fault("cut", "GET", path, after_bytes=20 * MIB),
+        Fault("status", "GET", path, status=500, times=99),
+    ]
+    with pytest.raises(RegistryGaveUp):
+        pull_it(simulator, other_store, policy, tag="2")
+    simulator.faults = []
+    same_files(later, pull_it(simulator, other_store, policy, tag="2").directory)
+
+
+@pytest.mark.parametrize("kind", ["somebody's", "another checkpoint", "in use"])
+def test_a_directory_of_something_else_is_left_alone(simulator, stage, policy, tmp_path, kind):
+    push_it(simulator, seal_bulk(stage, "one", random_bytes(MIB)), policy)
+    target = tmp_path / "target"
+    if kind == "another checkpoint":
+        seal_bulk(stage, "two", random_bytes(MIB, 1), generation=2).rename(target)
+    else:
+        target.mkdir()
+    if kind == "somebody's":
+        (target / "memory.img").write_bytes(b"mine")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    held = os.open(target, os.O_RDONLY)
+    if kind == "in use":
+        fcntl.flock(held, fcntl.LOCK_EX)
+    with client(simulator) as registry, pytest.raises(StoreBusy if kind == "in use" else UserError):
+        pull_into_directory(registry, look(registry, policy), target)
+    os.close(held)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_a_sibling_that_may_not_be_read_costs_bytes_and_no_more(simulator, stage, policy):
+    push_it(simulator, seal_bulk(stage, "one", random_bytes(MIB)), policy, store=stage.store)
+    simulator.faults = [Fault("status", "GET", "/v2/team/model/manifests/", status=403, times=99)]
+    later = seal_bulk(stage, "two", random_bytes(MIB), generation=2)
+    push_it(simulator, later, policy, store=stage.store, repository="team/other")
+
+
+def test_a_fetch_ends_with_the_time_and_the_next_one_goes_on(simulator, stage, policy, other_store):
+    directory = seal_bulk(stage, "one", random_bytes(BULK))
+    pushed = push_it(simulator, directory, policy)
+    note = note_for(pushed, str(pushed.reference))
+    simulator.settings.bytes_per_s = 8e6
+
+    def connect(where):
+        return Registry(where, retries=FAST, environ={})
+
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        fetch_missing(note, policy, other_store, deadline_s=1.0, connect=connect)
+    assert time.monotonic() - started < 10
+    simulator.settings.bytes_per_s = 0
+    fetched = fetch_missing(note, policy, other_store, deadline_s=60, connect=connect)
+    assert fetched.counts.fetched < BULK
+    same_files(directory, fetched.directory)
+
+
+def test_a_fetch_waits_for_another_one_of_the_same(simulator, stage, policy, other_store):
+    directory = seal_bulk(stage, "one", random_bytes(MIB))
+    pushed = push_it(simulator, directory, policy)
+    note = note_for(pushed, str(pushed.reference))
+    with ThreadPoolExecutor(1) as pool:
+        with other_store.receive(pushed.manifest_digest):
+            with pytest.raises(StoreBusy):
+                fetch_missing(note, policy, other_store, deadline_s=0.7)
+            waiting = pool.submit(fetch_missing, note, policy, other_store, deadline_s=60)
+            time.sleep(0.7)
+            assert not waiting.done()
+        same_files(directory, waiting.result(30).directory)

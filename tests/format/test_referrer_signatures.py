@@ -32,6 +32,7 @@ from vgpu_errors import (
     ImageError,
     LimitExceeded,
     NotInRegistry,
+    RegistryContentWrong,
     UnexpectedEntry,
     Unsigned,
     UntrustedKey,
@@ -246,6 +247,47 @@ def test_a_blob_that_is_gone_makes_a_signature_invalid_and_no_more(registry, sim
     blob = json.loads(registry.get_manifest(descriptor["digest"]).data)["layers"][0]["digest"]
     simulator.blobs["team/train"].remove(blob)
     assert states(verify(registry)) == [("bundle", "invalid", None), ("simple signing", "trusted", "ours")]
+
+
+def test_a_damaged_blob_makes_a_signature_invalid_and_no_more(registry, monkeypatch):
+    sign(registry)
+    (descriptor,) = registry.referrers(DIGEST, BUNDLE_TYPE)
+    blob = json.loads(registry.get_manifest(descriptor["digest"]).data)["layers"][0]["digest"]
+    whole = registry.get_blob
+
+    def damaged(digest, max_bytes):
+        if digest == blob:
+            raise RegistryContentWrong(where="r.example", what=digest)
+        return whole(digest, max_bytes)
+
+    monkeypatch.setattr(registry, "get_blob", damaged)
+    assert states(verify(registry)) == [("bundle", "invalid", None), ("simple signing", "trusted", "ours")]
+
+
+NO_DIGESTS = ["latest", "../../other/manifests/1", "sha256:" + "AB" * 32, "sha512:" + "ab" * 64]
+
+
+@pytest.mark.parametrize("digest", NO_DIGESTS)
+def test_a_layer_that_is_named_by_no_digest_spoils_its_own_form_alone(registry, digest):
+    sign(registry)
+    layer = replace(SignatureLayer.of(b"x", OTHER.sign(b"x")), digest=digest)
+    manifest, _ = simple_signing.make_manifest([layer])
+    registry.put_manifest(manifest, MANIFEST_TYPE, signature_tag(DIGEST))
+    assert states(verify(registry)) == [("bundle", "trusted", "ours"), ("simple signing", "invalid", None)]
+
+
+@pytest.mark.parametrize("digest", NO_DIGESTS)
+def test_an_index_that_names_no_digest_is_not_signed(registry, simulator, digest):
+    index_type = referrer_signatures.INDEX_TYPES[0]
+    entry = {"mediaType": MANIFEST_TYPE, "digest": digest, "size": 1, "artifactType": ARTIFACT_TYPE}
+    index = canonical_json.write({"schemaVersion": 2, "mediaType": index_type, "manifests": [entry]})
+    own = "sha256:" + hashlib.sha256(index).hexdigest()
+    simulator.manifests["team/train"][own] = (index, index_type)
+    simulator.tags["team/train"]["index"] = own
+    with pytest.raises(ImageError, match="sha256"):
+        sign(registry, target="index")
+    with pytest.raises(ImageError, match="sha256"):
+        remote_documents.find(registry, index, where="x")
 
 
 def test_more_signatures_than_anyone_needs_are_refused(registry):

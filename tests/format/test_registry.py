@@ -550,3 +550,67 @@ def test_plain_http_is_not_used_with_another_host(simulator, tmp_path, monkeypat
     environ = {"CONTAINERS_REGISTRIES_CONF": str(settings), "HOME": str(tmp_path)}
     with client(simulator, environ=environ) as registry, pytest.raises(NotInRegistry):
         registry.get_manifest("1")
+
+
+def test_a_registry_that_takes_pieces_and_forgets_them_is_given_up(simulator):
+    simulator.settings.whole_put, simulator.settings.keeps_pieces = False, False
+    with client(simulator) as registry, pytest.raises(RegistryGaveUp, match="took nothing"):
+        upload(registry)
+    assert len(simulator.asked("PATCH")) < 20
+
+
+def test_a_small_answer_that_trickles_is_ended_with_the_transfer(simulator):
+    digest = simulator.add_blob("team/model", DATA)
+    simulator.settings.bytes_per_s = 1e5
+    with client(simulator) as registry:
+        threading.Timer(0.3, registry.stop.set).start()
+        started = time.monotonic()
+        with pytest.raises(Cancelled):
+            registry.get_blob(digest, SIZE)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({}, None),
+        ({}, Fault("cut", "PATCH", UPLOADS, after_bytes=3 * MIB)),
+        ({}, Fault("status", "PATCH", UPLOADS, status=503)),
+        ({"resumes": False}, Fault("cut", "PATCH", UPLOADS, after_bytes=3 * MIB)),
+        ({"max_body": 2 * MIB}, None),
+        ({"auth": "bearer", "token_life_s": 0.2, "tells_life": False}, None),
+    ],
+)
+def test_a_digest_may_be_learnt_on_the_way(simulator, settings, fault):
+    for name, value in settings.items():
+        setattr(simulator.settings, name, value)
+    simulator.faults = [fault] if fault else []
+    opened, told = [], []
+
+    def open_stream(offset):
+        opened.append(offset)
+        return stream_of(DATA)(offset)
+
+    with client(simulator, credentials=Credentials("ann", "secret")) as registry:
+        assert registry.upload_stream(open_stream, SIZE, told.append) == DIGEST
+    assert simulator.blob(DIGEST) == DATA
+    assert sum(told) == SIZE
+    if fault is None and not settings:
+        assert opened == [0]
+
+
+class Slow(io.BytesIO):
+    """Gives little at a time, so that a cut is noticed before all is under way."""
+
+    def readinto(self, view):
+        time.sleep(0.005)
+        return super().readinto(view[: 64 << 10])
+
+
+def test_a_registry_that_claims_more_than_was_sent_is_refused(simulator):
+    simulator.faults = [
+        Fault("cut", "PATCH", UPLOADS, after_bytes=MIB),
+        Fault("status", "GET", UPLOADS, status=204, headers={"Range": f"0-{SIZE - 1}"}),
+    ]
+    with client(simulator) as registry, pytest.raises(RegistryAnswerInvalid, match="more than was sent"):
+        registry.upload_stream(lambda offset: Slow(DATA[offset:]), SIZE)

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from image_format.registry import Credentials, Registry, Retries
+from image_format.registry.reference import is_on_host
 from tests.simulators.registry import Fault, RegistrySimulator, Settings
 from vgpu_errors import (
     BadConfiguration,
@@ -178,6 +179,32 @@ def test_a_proxy_is_used_and_gets_its_password(plain):
     (seen,) = plain.log
     assert seen.path.startswith("http://registry.example/v2/")
     assert base64.b64decode(seen.headers["proxy-authorization"].removeprefix("Basic ")) == b"ann:pass"
+
+
+def test_a_proxy_password_may_hold_any_letter(plain):
+    digest = plain.add_blob("team/model", DATA)
+    environ = {"http_proxy": f"http://ann:p%40ss%3A@{plain.address}"}
+    with Registry("registry.example/team/model", plain_http=True, retries=FAST, environ=environ) as registry:
+        assert registry.get_blob(digest, 100) == DATA
+    given = plain.log[0].headers["proxy-authorization"].removeprefix("Basic ")
+    assert base64.b64decode(given) == b"ann:p@ss:"
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "expected"),
+    [
+        ("https://r.example/v2/", "r.example", True),
+        ("https://r.example:443/v2/", "r.example", True),
+        ("https://R.example/v2/", "r.example:443", True),
+        ("http://r.example:80/v2/", "r.example", True),
+        ("https://r.example:80/v2/", "r.example", False),
+        ("https://r.example:5000/v2/", "r.example", False),
+        ("https://r.example.evil/v2/", "r.example", False),
+        ("https://r.example@evil/v2/", "r.example", False),
+    ],
+)
+def test_a_host_is_the_same_with_its_usual_port(url, host, expected):
+    assert is_on_host(url, host) is expected
 
 
 def test_a_proxy_that_is_not_there_is_named():

@@ -113,6 +113,10 @@ def set_uvm_major(doc):
         lambda doc: doc["mounts"].extend(copy.deepcopy(doc["mounts"])),
         lambda doc: doc["hooks"]["createRuntime"].extend(copy.deepcopy(doc["hooks"]["createRuntime"])),
         lambda doc: doc["hooks"].update(prestart=None, poststop=[]),
+        lambda doc: doc["hooks"]["createRuntime"][0].update(env=["INVOCATION_ID=2", "A=1", "_=/usr/bin/dockerd"]),
+        lambda doc: doc["linux"]["resources"]["devices"].extend(
+            copy.deepcopy(doc["linux"]["resources"]["devices"][1:])
+        ),
         lambda doc: doc["process"]["capabilities"]["bounding"].reverse(),
         lambda doc: doc["linux"]["namespaces"].reverse(),
         lambda doc: doc["linux"]["namespaces"][1].update(path="/run/netns/other"),
@@ -144,6 +148,9 @@ def add_mount(**mount):
         (lambda doc: doc["mounts"][3].update(source="/etc"), "mounts[/data].source: was /srv/data, is /etc"),
         (lambda doc: doc["mounts"][1].update(source="/etc/shadow"), "mounts[/etc/hosts].source: was <engine>, is /etc/shadow"),
         (lambda doc: doc["hooks"]["createRuntime"][0].update(path="/tmp/x"), 'hooks.createRuntime: {"args"'),
+        (lambda doc: doc["hooks"]["createRuntime"][0].update(env=["A=1", "LD_PRELOAD=/tmp/x.so"]), "hooks.createRuntime[/usr/bin/hook].env: was sha256:"),
+        (lambda doc: doc["hooks"]["createRuntime"][0].pop("env"), "hooks.createRuntime[/usr/bin/hook].env: sha256:"),
+        (lambda doc: doc["mounts"][3].update(uidMappings=[{"containerID": 0, "hostID": 1000, "size": 1}]), "mounts[/data].uidMappings: "),
         (lambda doc: doc["hooks"].update(poststop=[{"path": "/tmp/x"}]), 'hooks.poststop: [{"args": [], "path": "/tmp/x"}] added'),
         (lambda doc: doc["linux"]["namespaces"].pop(0), 'namespaces: {"joined": false, "type": "pid"} removed'),
         (lambda doc: doc["linux"]["namespaces"][0].update(path="/proc/1/ns/pid"), "namespaces[pid].joined: was false, is true"),
@@ -169,6 +176,17 @@ def add_mount(**mount):
 def test_what_an_attacker_would_change_is_said_in_a_line(change, line):
     lines = changed(change)
     assert any(found.startswith(line) for found in lines), lines
+
+
+def test_a_device_rule_that_comes_again_behind_its_opposite_counts_again():
+    everything, no_disk = {"allow": True, "access": "rwm"}, {"allow": False, "type": "b", "access": "rwm"}
+
+    def rules(*entries):
+        return projected({"linux": {"resources": {"devices": list(entries)}}})
+
+    signed = rules(everything, no_disk)
+    assert differences(signed, rules(everything, no_disk, everything)) != []
+    assert differences(signed, rules(everything, everything, no_disk, no_disk)) == []
 
 
 def test_a_container_named_like_a_path_does_not_make_it_the_engines():

@@ -19,7 +19,8 @@ from image_format.references import reference_archive
 from image_format.store import Store, placing
 from image_format.store.identity import BulkFile, Extent, bulk_files, content_id, extents
 from image_format.verifying import verify_directory
-from tests.format.store_stage import MIB, PAGES, Cut, Stage, in_child, make_archive
+from tests.format import store_stage
+from tests.format.store_stage import MIB, PAGES, Cut, Stage, in_child, make_archive, pattern_bytes
 from vgpu_errors import (
     ContentElsewhere,
     ContentMismatch,
@@ -677,3 +678,109 @@ def test_a_file_that_is_replaced_while_it_is_linked_is_noticed(stage, monkeypatc
 
 def test_bulk_files_are_what_they_are_called(stage):
     assert all(isinstance(file, BulkFile) and len(file.content) == 64 for file in bulk_files(index_of(stage.seal())))
+
+
+# ---- what comes and goes at the same time ----------------------------------------------------------
+
+
+def test_two_equal_files_of_a_checkpoint_stay_two(stage, policy, monkeypatch):
+    files = store_stage.base_files()
+    monkeypatch.setattr(store_stage, "base_files", lambda: {**files, "pages-3.img": pattern_bytes(3 * MIB, 1)})
+    kept = stage.store.add(stage.seal("one"))
+    verify_directory(kept.path, policy)
+    again = stage.store.add(stage.seal("two", generation=2))
+    verify_directory(again.path, policy)
+    for name in (PAGES, "pages-3.img"):
+        assert (again.path / name).samefile(kept.path / name)
+    stage.store.gc()
+    assert [proof.problem for proof in stage.store.verify(policy)] == [None, None]
+
+
+def test_what_goes_away_under_gc_and_usage_is_no_error(stage, monkeypatch):
+    """A transfer that is given up while gc looks at it, at every look."""
+    stage.store.add(stage.seal())
+    layout = stage.store.layout
+
+    def leave():
+        for folder in (layout.incoming / "adding-gone", layout.incoming / "receiving-gone", layout.trash / "gone"):
+            (folder / "image").mkdir(parents=True, exist_ok=True)
+            for number in range(3):
+                (folder / "image" / f"{number}").touch()
+
+    def vanish():
+        for folder in (*layout.incoming.iterdir(), *layout.trash.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    for work in (stage.store.gc, stage.store.usage, lambda: stage.store.gc(keep=0, partial_older_than_s=-10)):
+        leave()
+        with monkeypatch.context() as patch:
+            count = Looks(patch)
+            work()
+        for at in range(1, count.count + 1):
+            leave()
+            with monkeypatch.context() as patch:
+                Looks(patch, at, vanish)
+                work()
+
+
+class Looks:
+    """Strikes at one of the looks at a folder or a file."""
+
+    def __init__(self, patch, at=0, strike=None):
+        self.count = 0
+        for name in ("scandir", "lstat", "listdir", "stat", "rename"):
+            patch.setattr(os, name, self._wrap(getattr(os, name), at, strike))
+
+    def _wrap(self, real, at, strike):
+        def call(*args, **kwargs):
+            self.count += 1
+            if self.count == at:
+                strike()
+            return real(*args, **kwargs)
+
+        return call
+
+
+def test_removing_what_is_gone_says_so(stage):
+    kept = stage.store.add(stage.seal())
+    stage.store.remove(kept)
+    with pytest.raises(NoSuchCheckpoint):
+        stage.store.remove(kept)
+
+
+def test_a_damaged_note_is_as_old_as_its_file(stage):
+    kept = stage.store.add(stage.seal())
+    stage.store.refer(kept.manifest_digest, "x").write_bytes(b"{")
+    assert stage.store.gc(keep=0, references_older_than_s=3600).removed == ()
+
+
+def test_a_transfer_that_took_long_is_kept_for_a_day_from_its_end(stage):
+    with stage.store.receive("1" * 64) as incoming:
+        os.utime(incoming.folder, (1, 1))
+    assert stage.store.gc().swept == ()
+
+
+def test_a_half_file_of_an_earlier_try_is_not_taken_for_whole(stage, policy):
+    first = stage.store.add(stage.seal("one"))
+    folder = stage.seal("two", generation=2)
+    digest = digest_of(stage, folder)
+    with stage.store.receive(digest) as incoming:
+        (incoming.image / PAGES).write_bytes(bytes(3 * MIB))
+        os.link(first.path / min(stage.staged.packs), incoming.image / min(stage.staged.packs))
+        reused = incoming.reuse(index_of(folder))
+        assert PAGES not in reused
+        assert set(reused) == set(stage.staged.packs)
+        assert (incoming.image / PAGES).stat().st_nlink == 1
+
+
+def test_content_is_compared_without_holding_gc_up(stage, monkeypatch):
+    stage.store.add(stage.seal("one"), links=False)
+    seen = []
+
+    def look(path, size, covered):
+        seen.append(Store.open(stage.store.root, deadline_s=0.2).gc().removed)
+        return True
+
+    monkeypatch.setattr("image_format.store.incoming.holds", look)
+    stage.store.add(stage.seal("two", generation=2), links=False)
+    assert seen

@@ -13,18 +13,21 @@ import pytest
 import zstandard
 from jsonschema import Draft202012Validator
 
+from image_format import source
 from image_format.archives.archive import verify_archive
 from image_format.file_names import INDEX_NAME, REFERENCE_NAME, SIGNATURE_NAME
 from image_format.references import reference, reference_archive, reference_directory
 from image_format.references.reference import ReferenceNote
-from image_format.store import Store
+from image_format.store import Store, placing
 from image_format.trust.policy import Policy
 from image_format.verifying import verify_directory
+from tests.format import store_stage
 from tests.format.store_stage import MIB, PAGES, Cut, Stage, in_child, make_archive, pattern_bytes
 from vgpu_errors import (
     BadSignature,
     ContentElsewhere,
     ContentMismatch,
+    DeadlineExceeded,
     FormatTooNew,
     ImageError,
     LimitExceeded,
@@ -433,3 +436,76 @@ def test_a_directory_becomes_a_reference_beside_it_and_whole_again(stage, policy
             wrong()
         assert not (tmp_path / "x").exists()
     assert list(tmp_path.glob(".*")) == []
+
+
+# ---- what was found in review ----------------------------------------------------------------------
+
+
+def test_a_reference_is_verified_with_its_content_where_the_store_has_it(stage, policy, tmp_path):
+    whole = make_archive(tmp_path / "whole.tar", stage.seal())
+    small = tmp_path / "small.tar"
+    reference_archive.pack(whole, small, policy, stage.store, compression="gzip")
+    folder = stage.seal("two", generation=2)
+    reference_directory.pack(folder, tmp_path / "ref", policy, stage.store)
+    expected = source.verify(str(whole), policy).result
+    found = source.verify(str(small), policy, store_root=stage.store.root).result
+    assert (found.outside, found.config_differences) == (expected.outside, expected.config_differences)
+    assert found.verified.bytes_checked == expected.verified.bytes_checked
+    assert found.compression == "gzip"
+    assert source.verify(str(tmp_path / "ref"), policy, store_root=stage.store.root).result.verified.key_id
+    assert os.listdir(stage.store.root / "incoming") == []
+    for where in (small, tmp_path / "ref"):
+        with pytest.raises(ContentElsewhere, match="has no store in"):
+            source.verify(str(where), policy, store_root=tmp_path / "none")
+        with pytest.raises(ContentElsewhere):
+            source.verify(str(where), policy)
+    for kept in stage.store.checkpoints():
+        with (kept.path / PAGES).open("r+b") as file:
+            file.write(b"damage")
+    for where in (small, tmp_path / "ref"):
+        with pytest.raises(ContentMismatch, match=f"{where}: {PAGES}"):
+            source.verify(str(where), policy, store_root=stage.store.root)
+
+
+@pytest.mark.parametrize("kind", ["archive", "directory"])
+def test_what_the_store_had_before_is_proved_before_an_archive_relies_on_it(stage, policy, tmp_path, kind):
+    folder = stage.seal()
+    kept = stage.store.add(folder, links=False)
+    with (kept.path / PAGES).open("r+b") as file:
+        file.write(b"damage")
+    whole = make_archive(tmp_path / "whole.tar", folder) if kind == "archive" else folder
+    pack = reference_archive.pack if kind == "archive" else reference_directory.pack
+    with pytest.raises(ContentMismatch) as caught:
+        pack(whole, tmp_path / "s", policy, stage.store)
+    assert "vgpu store rm" in caught.value.remedy
+    assert not (tmp_path / "s").exists()
+    assert stage.store.references() == ()
+
+
+def test_a_copy_from_the_store_ends_with_the_time_and_leaves_a_reference(stage, policy, monkeypatch):
+    folder = stage.seal()
+    reference.refer(folder, stage.store, stage.store.add(folder), names_it="a test")
+    before = sorted(os.listdir(folder))
+    monkeypatch.setattr(placing, "_link", lambda *_: False)
+    monkeypatch.setattr(placing, "_share_extents", lambda *_: False)
+    monkeypatch.setattr(placing, "_PIECE_BYTES", MIB)
+    left = iter(range(3))
+
+    def check():
+        if next(left, None) is None:
+            raise DeadlineExceeded(phase="a test", seconds=0)
+
+    with pytest.raises(DeadlineExceeded):
+        reference.complete(folder, policy, stage.store.root, check=check)
+    assert sorted(os.listdir(folder)) == before
+    reference.complete(folder, policy, stage.store.root)
+    verify_directory(folder, policy)
+
+
+def test_twins_come_back_as_two_files(stage, policy, monkeypatch):
+    files = store_stage.base_files()
+    monkeypatch.setattr(store_stage, "base_files", lambda: {**files, "pages-3.img": pattern_bytes(3 * MIB, 1)})
+    folder = stage.seal()
+    reference.refer(folder, stage.store, stage.store.add(folder), names_it="a test")
+    reference.complete(folder, policy, stage.store.root)
+    verify_directory(folder, policy)

@@ -1,6 +1,7 @@
 """`vgpu keys`, `sign`, `verify` and `trust` as a user calls them: files, passphrases, documents, exit codes."""
 
 import json
+import os
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,6 +263,30 @@ def test_trusted_keys_are_listed_with_their_fingerprints_and_removed_by_them(sai
     assert [(entry["name"], entry["type"]) for entry in listed] == [("this node", "ecdsa-p256"), ("lab", "ed25519")]
     assert listed[1]["fingerprint"] == shown["fingerprint"]
     assert said("trust", "rm", shown["fingerprint"]) == {"removed": "lab", "keyId": made["keyId"]}
+
+
+def test_trust_on_a_node_that_was_not_set_up_says_what_to_do(tmp_path, capsys):
+    assert cli.main(["--etc", str(tmp_path / "none"), "trust", "add", str(VECTORS / "keys/trusted.pub")]) == 11
+    assert "vgpu setup podman" in capsys.readouterr().err
+
+
+def test_a_passphrase_need_not_be_text(vgpu, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environb, b"SECRET", b"\xff\xfe")
+    assert vgpu("keys", "new", "--passphrase-env", "SECRET", tmp_path / "k.key")[0] == 0
+    assert vgpu("keys", "show", "--passphrase-env", "SECRET", tmp_path / "k.key")[0] == 0
+
+
+def test_an_empty_passphrase_file_is_told_and_nobody_is_asked(vgpu, tmp_path):
+    assert vgpu("keys", "new", "--passphrase-file", secret(tmp_path, b"x\n"), tmp_path / "k.key")[0] == 0
+    code, _, err = vgpu("keys", "show", "--passphrase-file", secret(tmp_path, b"\n"), tmp_path / "k.key")
+    assert (code, "holds no passphrase" in err) == (11, True)
+
+
+def secret(folder, data):
+    path = folder / "secret"
+    path.touch(mode=0o600)
+    path.write_bytes(data)
+    return path
 
 
 def test_a_key_for_encryption_is_no_key_to_trust(vgpu, tmp_path):
