@@ -2,7 +2,7 @@
 
 A directory, an engine's archive, an OCI layout or oci-archive; else a checkpoint of the node's store, by digest,
 container or `container:generation`; else an image in podman's storage. In this order, so that a path always wins over
-a name. An image in a registry is read through a client that the caller opens, because only he knows how to reach it.
+a name. A reference is verified together with its content where the store has that. An image in a registry is read through a client that the caller opens, because only he knows how to reach it.
 `vgpu inspect`, `vgpu diff` and `vgpu verify` call it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,11 @@ from image_format.archives import archive, containerd_archive, ocistore
 from image_format.archives.archive import ArchiveClaims, Outside, VerifiedArchive
 from image_format.file_names import ALLOWED_UNSIGNED, SEAL_NAMES
 from image_format.hashing import open_plain
+from image_format.references import reference, reference_checking
 from image_format.store import Store
 from image_format.trust import remote_documents
 from image_format.verifying import Directory, verify_directory
-from vgpu_errors import NoSuchCheckpoint, NoSuchImage, NotARecipient, UnexpectedEntry, Unsigned
+from vgpu_errors import ContentElsewhere, NoSuchCheckpoint, NoSuchImage, NotARecipient, UnexpectedEntry, Unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +62,7 @@ def verify(
     path = Path(source)
     if path.is_dir() and not ocistore.is_oci_layout(path):
         folder = _checkpoint_folder(path)
-        return VerifiedSource("directory", _verify_folder(folder, policy, threads, on_progress))
+        return VerifiedSource("directory", _verify_folder(folder, policy, threads, on_progress, store_root))
     if containerd_archive.find_index(path) is not None:
         result = containerd_archive.verify_file(path, policy, threads=threads, on_progress=on_progress)
         return VerifiedSource("containerd archive", result)
@@ -71,13 +73,13 @@ def verify(
             layer.expect_whole()
         return VerifiedSource("OCI image", result)
     if path.exists():
-        return VerifiedSource("archive", archive.verify_archive(path, policy, threads=threads, on_progress=on_progress))
+        return VerifiedSource("archive", _verify_archive(path, policy, threads, on_progress, store_root))
     digest = _find_stored(source, store_root)
     if digest is not None and store_root is not None:
         with _open_store(store_root).lease(digest, "verify") as folder:
             return VerifiedSource("store", _verify_folder(folder, policy, threads, on_progress))
     with ocistore.mounted_image(source) as root:
-        result = _verify_folder(root / INNER_FOLDER, policy, threads, on_progress)
+        result = _verify_folder(root / INNER_FOLDER, policy, threads, on_progress, store_root)
         record = result.verified.record
         differences = archive.config_differences(record, _read_spec(root)) if record else None
         outside = result.outside + _beside(root)
@@ -144,10 +146,32 @@ def _checkpoint_folder(path: Path) -> Path:
     return inner if not has_seal and inner.is_dir() else path
 
 
-def _verify_folder(
-    folder: Path, policy: Policy, threads: int | None, on_progress: Callable[[int, int], None] | None
+def _verify_archive(
+    path: Path,
+    policy: Policy,
+    threads: int | None,
+    on_progress: Callable[[int, int], None] | None,
+    store_root: Path | str | None,
 ) -> VerifiedArchive:
-    verified = verify_directory(folder, policy, threads=threads, on_progress=on_progress)
+    try:
+        return archive.verify_archive(path, policy, threads=threads, on_progress=on_progress)
+    except ContentElsewhere:
+        if store_root is None:
+            raise
+    return reference_checking.verify_archive(path, policy, store_root, threads=threads, on_progress=on_progress)
+
+
+def _verify_folder(
+    folder: Path,
+    policy: Policy,
+    threads: int | None,
+    on_progress: Callable[[int, int], None] | None,
+    store_root: Path | str | None = None,
+) -> VerifiedArchive:
+    check = verify_directory
+    if store_root is not None and reference.is_reference(folder):
+        check = partial(reference_checking.verify_directory, store_root=store_root)
+    verified = check(folder, policy, threads=threads, on_progress=on_progress)
     return VerifiedArchive(verified, _unsigned_files(folder), "none", None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpu_state.deadline import Deadline
 from image_format.references import reference
 from image_format.store import Store
 from oci_hook.settings import CONFIG_PATH
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from runtime_shim.arguments import Arguments
     from runtime_shim.phase_log import PhaseLog
     from runtime_shim.progress import Progress
+
+PHASE = "bringing the content back from the store"
 
 
 def refuse_reference_without_store(settings: Settings) -> None:
@@ -55,23 +58,30 @@ def _keep(settings: Settings, image_path: Path, container_id: str) -> None:
         reference.refer(image_path, store, kept, names_it=names_it)
 
 
-def bring_back(settings: Settings, image_path: Path, container_id: str, policy: Policy) -> None:
-    """Make a reference whole again; a directory that is whole is left alone."""
+def bring_back(
+    settings: Settings, image_path: Path, container_id: str, policy: Policy, deadline: Deadline | None = None
+) -> None:
+    """Make a reference whole again, in the time of the restore; a directory that is whole is left alone."""
     reference.sweep(image_path)
     if not reference.is_reference(image_path):
         return
+    deadline = deadline or Deadline(settings.deadline_restore_s)
+
+    def complete() -> tuple[str, ...]:
+        return reference.complete(image_path, policy, settings.store_dir, check=lambda: deadline.check(PHASE))
+
     try:
-        names = reference.complete(image_path, policy, settings.store_dir)
+        names = complete()
     except ContentElsewhere as problem:
-        _fetch(settings, image_path, policy, problem)
-        names = reference.complete(image_path, policy, settings.store_dir)
+        _fetch(settings, image_path, policy, problem, deadline)
+        names = complete()
     debug_log.write(settings, f"restore {container_id}: {len(names)} files from {settings.store_dir}")
 
 
-def _fetch(settings: Settings, image_path: Path, policy: Policy, problem: ContentElsewhere) -> None:
+def _fetch(settings: Settings, image_path: Path, policy: Policy, problem: ContentElsewhere, deadline: Deadline) -> None:
     """Ask the registries that the archive names, into the store; where that fails the first problem is told, and why.
 
-    A fetch that outlasts the restore's deadline is not lost: the next try finds the content in the store.
+    A fetch that the restore's deadline ends is not lost: the next try, or `vgpu pull`, goes on with it.
     """
     note = reference.read_note(image_path)
     if not note.locations:
@@ -79,7 +89,7 @@ def _fetch(settings: Settings, image_path: Path, policy: Policy, problem: Conten
     from image_format.transport.fetching import fetch_missing  # noqa: PLC0415 - urllib3 takes 90 ms
 
     try:
-        fetch_missing(note, policy, Store.open(settings.store_dir))
+        fetch_missing(note, policy, Store.open(settings.store_dir), deadline_s=deadline.remaining())
     except VgpuError as error:
         problem.add_note(f"The registry was asked: {error}")
         raise problem from error

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vgpu_errors import NeedsRoot, UserError
+from vgpu_errors import NeedsRoot, NoSuchImage, UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -40,7 +40,12 @@ def open_store(args: argparse.Namespace, what: str, *, create: bool = False) -> 
     root = store_root(args)
     if os.geteuid() != 0 and not os.access(root, os.R_OK):
         raise NeedsRoot(what=what)
-    return Store.open(root, create=create)
+    try:
+        return Store.open(root, create=create)
+    except NoSuchImage as error:
+        if not root.is_dir():
+            error.remedy = "'store = on' in runtime.conf begins one with the next checkpoint; --store names another."
+        raise
 
 
 def seconds_of(text: str) -> float:

@@ -29,7 +29,7 @@ from image_format.verifying import Directory, read_claims
 from vgpu_errors import ContentElsewhere, ContentMismatch, FormatTooNew, ImageError, LimitExceeded, NoSuchImage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from image_format.seal_documents import Claims
@@ -140,9 +140,18 @@ def refer(
 
 
 def complete(
-    directory: Path, policy: Policy, store_root: Path | str = DEFAULT_ROOT, *, links: bool = True
+    directory: Path,
+    policy: Policy,
+    store_root: Path | str = DEFAULT_ROOT,
+    *,
+    links: bool = True,
+    lasting: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
-    """Bring back what is missing, once the signature holds; the names. The caller verifies the whole directory then."""
+    """Bring back what is missing, once the signature holds; the names. The caller verifies the whole directory then.
+
+    Copies are only brought to disk where they are to last; `check` raises where there is no time left for them.
+    """
     note = read_note(directory)
     with Directory(directory) as opened:
         claims = seal_documents.check(opened.documents(), policy, where=str(directory))
@@ -151,8 +160,15 @@ def complete(
     if wanted:
         store = open_store(store_root, note, wanted, where=str(directory))
         with told(note):
-            index = claims.index if claims is not None else None
-            store.bring_back(note.manifest_digest, [file.name for file in wanted], directory, index=index, links=links)
+            store.bring_back(
+                note.manifest_digest,
+                [file.name for file in wanted],
+                directory,
+                index=claims.index if claims is not None else None,
+                links=links,
+                lasting=lasting,
+                check=check,
+            )
         sync(directory)
     (directory / REFERENCE_NAME).unlink()
     return tuple(file.name for file in wanted)
@@ -189,6 +205,14 @@ def told(note: ReferenceNote) -> Iterator[None]:
         yield
     except ContentElsewhere as problem:
         raise elsewhere(note, **problem.fields) from problem
+
+
+def expect_whole(store: Store, manifest_digest: str, policy: Policy, *, threads: int | None = None) -> None:
+    """Prove what the store had before: an archive must not lose its content in favour of something damaged."""
+    for proof in store.verify(policy, [store.find(manifest_digest)], threads=threads):
+        if proof.problem is not None:
+            remedy = f"Run 'vgpu store rm {manifest_digest[:12]}', and pack it again out of this archive."
+            raise type(proof.problem)(**{**proof.problem.fields, "remedy": remedy})
 
 
 def elsewhere(note: ReferenceNote, **fields: Any) -> ContentElsewhere:

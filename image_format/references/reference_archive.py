@@ -1,8 +1,9 @@
 """Turns an engine's archive into a reference and back (spec/archive-layout.md, section 7): `vgpu pack`, `vgpu unpack`.
 
 pack: 1. the documents are read and the signature must hold, 2. the sealed files go into a transfer of the store, each no
-longer than signed, the rest into the new archive, 3. every byte of the transfer is verified, 4. it becomes a checkpoint of
-the store, with a note that keeps gc away, 5. the new archive gets its name.
+longer than signed, the rest into the new archive, 3. every byte of the transfer is verified, and of the checkpoint where
+the store has it already, 4. it becomes a checkpoint of the store, with a note that keeps gc away, 5. the new archive gets
+its name.
 unpack: 1. as above, 2. the missing files are put between the others, 3. the new archive is verified from its first byte
 to its last, 4. it gets its name.
 A crash or an error before the last step leaves no archive; what pack brought into the store stays there, unless nothing
@@ -67,7 +68,7 @@ def pack(
 ) -> Repacked:
     """An archive that holds everything becomes one that refers to the store."""
     refuse_existing(target)
-    look = _Look.at(source)
+    look = Look.at(source)
     claims = look.believed(policy)
     if look.note is not None:
         raise UnsupportedRequest(what=f"{source} is a reference already", remedy="There is nothing to do.")
@@ -78,7 +79,10 @@ def pack(
     try:
         with new_file(target, compression or look.compression) as out, store.receive(note.manifest_digest) as incoming:
             _take_apart(source, out, claims, incoming, note)
+            was_there = store.has(note.manifest_digest)
             _keep(incoming, policy, threads)
+            if was_there:
+                reference.expect_whole(store, note.manifest_digest, policy, threads=threads)
             pin = store.refer(note.manifest_digest, str(target.absolute()))
     except BaseException:
         if pin is not None:
@@ -98,7 +102,7 @@ def unpack(
 ) -> Repacked:
     """An archive that refers to a store becomes one that holds everything."""
     refuse_existing(target)
-    look = _Look.at(source)
+    look = Look.at(source)
     claims = look.believed(policy)
     if look.note is None:
         raise UnsupportedRequest(what=f"{source} is no reference: it is whole", remedy="There is nothing to do.")
@@ -124,7 +128,7 @@ def unpack(
 
 
 @dataclass
-class _Look:
+class Look:
     """The documents, the note and the sizes of what lies below checkpoint/; nothing of it is trusted yet."""
 
     where: str
@@ -134,7 +138,7 @@ class _Look:
     note: ReferenceNote | None = None
 
     @classmethod
-    def at(cls, path: Path) -> _Look:
+    def at(cls, path: Path) -> Look:
         """Go through an archive once; of a plain one only headers and documents are read."""
         look = cls(str(path))
         with FileSource(path) as source:
@@ -191,7 +195,7 @@ def _take_apart(source: Path, out: IO[bytes], claims: Claims, incoming: Incoming
     signed = {pack.name: pack.size for pack in claims.index.packs}
     there = frozenset(incoming.reuse(claims.index))
     writer, bulk, data = TarWriter(out), frozenset(note.missing), note.to_bytes()
-    for raw, name, editor in _members(source):
+    for raw, name, editor in members_of(source):
         _refuse_other_size(name, raw, signed, str(source))
         if name == INDEX_NAME:
             writer.add(PREFIX + REFERENCE_NAME, len(data), iter([memoryview(data)]), when_s=int(time.time()))
@@ -208,7 +212,8 @@ def _take_apart(source: Path, out: IO[bytes], claims: Claims, incoming: Incoming
     writer.end()
 
 
-def _members(source: Path) -> Iterator[tuple[RawMember, str | None, TarEditor]]:
+def members_of(source: Path) -> Iterator[tuple[RawMember, str | None, TarEditor]]:
+    """All members, with the name of those that are the checkpoint's, and the editor that has their data."""
     with FileSource(source) as opened:
         editor = TarEditor(Decompressed(opened, where=str(source), is_seeking=False), where=str(source))
         for raw in editor:
@@ -261,7 +266,7 @@ def _keep(incoming: Incoming, policy: Policy, threads: int | None) -> None:
 def _put_together(source: Path, out: IO[bytes], folder: Path, wanted: Sequence[BulkFile]) -> None:
     """All members as they are, and the missing files where the note stands."""
     writer = TarWriter(out)
-    for raw, name, editor in _members(source):
+    for raw, name, editor in members_of(source):
         if name != REFERENCE_NAME:
             writer.copy(raw, editor.data())
             continue

@@ -17,7 +17,7 @@ from image_format.file_names import REFERENCE_NAME
 from image_format.references import reference
 from image_format.references.reference_archive import Repacked
 from image_format.store.identity import bulk_files
-from image_format.store.placing import explained, place, sync
+from image_format.store.placing import explained, place, sync, write_whole
 from image_format.verifying import Directory, read_claims, verify_directory
 from vgpu_errors import UnsupportedRequest
 
@@ -41,18 +41,28 @@ def pack(
     """A whole directory, verified, into the store, and a reference to that beside it."""
     if reference.is_reference(source):
         raise UnsupportedRequest(what=f"{source} is a reference already", remedy="There is nothing to do.")
-    with _new_directory(target) as partial:
-        verify_directory(source, policy, threads=threads)
-        kept = store.add(source, links=False)
-        _, index = read_claims(source)
-        bulk = bulk_files(index)
-        names = tuple(file.name for file in bulk)
-        _copy_all_but(source, partial, {*names})
-        note = reference.ReferenceNote(kept.manifest_digest, names, tuple(locations))
-        (partial / REFERENCE_NAME).write_bytes(note.to_bytes())
-        (partial / REFERENCE_NAME).chmod(0o600)
-        store.refer(kept.manifest_digest, str(target.absolute()))
-    return Repacked(kept.manifest_digest, names, sum(file.size for file in bulk))
+    with contextlib.ExitStack() as undo:
+        with _new_directory(target) as partial:
+            digest = _keep(source, policy, store, threads)
+            _, index = read_claims(source)
+            bulk = bulk_files(index)
+            names = tuple(file.name for file in bulk)
+            _copy_all_but(source, partial, {*names})
+            write_whole(partial / REFERENCE_NAME, reference.ReferenceNote(digest, names, tuple(locations)).to_bytes())
+            pin = store.refer(digest, str(target.absolute()))
+            undo.callback(pin.unlink, missing_ok=True)
+        undo.pop_all()
+    return Repacked(digest, names, sum(file.size for file in bulk))
+
+
+def _keep(source: Path, policy: Policy, store: Store, threads: int | None) -> str:
+    """The digest of the directory, whose whole content the store has."""
+    verified = verify_directory(source, policy, threads=threads)
+    was_there = verified.manifest_digest is not None and store.has(verified.manifest_digest)
+    digest = store.add(source, links=False).manifest_digest
+    if was_there:
+        reference.expect_whole(store, digest, policy, threads=threads)
+    return digest
 
 
 def unpack(
@@ -65,7 +75,7 @@ def unpack(
         seal_documents.check(opened.documents(), policy, where=str(source))
     with _new_directory(target) as partial:
         _copy_all_but(source, partial, set())
-        names = reference.complete(partial, policy, store_root, links=False)
+        names = reference.complete(partial, policy, store_root, links=False, lasting=True)
         verified = verify_directory(partial, policy, threads=threads)
         moved = sum((partial / name).stat().st_size for name in names)
     return Repacked(verified.manifest_digest or "", names, moved)

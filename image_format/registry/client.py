@@ -132,6 +132,13 @@ class Registry:
         blob = BlobToSend(open_stream, _checked(digest), size)
         Upload(self._session, self.repository, blob, self._habits, on_bytes).run()
 
+    def upload_stream(
+        self, open_stream: Callable[[int], BinaryIO], size: int, on_bytes: Callable[[int], None] | None = None
+    ) -> str:
+        """The same for a blob whose digest is learnt while it is sent; the digest."""
+        blob = BlobToSend(open_stream, None, size)
+        return Upload(self._session, self.repository, blob, self._habits, on_bytes).run()
+
     def download_blob(
         self,
         digest: str,

@@ -13,14 +13,14 @@ import ssl
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError, MaxRetryError, NewConnectionError, ProxyError
 from urllib3.exceptions import SSLError as UrllibSslError
 from urllib3.util import make_headers
 
-from image_format.registry.reference import host_without_port, is_loopback
+from image_format.registry.reference import host_without_port, is_loopback, is_on_host
 from vgpu_errors import BadConfiguration, RegistryAnswerInvalid, RegistryUnreachable, UnsupportedRequest
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ class Network:
                 pool.clear()
 
     def _pool(self, url: str) -> urllib3.PoolManager:
-        parts = urlsplit(url)
-        is_own = parts.netloc == self._host
-        key = (is_own, proxy_for(url, self._environ))
+        key = (is_on_host(url, self._host), proxy_for(url, self._environ))
         with self._lock:
             if key not in self._pools:
                 self._pools[key] = self._new_pool(*key)
@@ -234,6 +232,7 @@ def _proxy_pool(proxy: str, settings: dict[str, Any]) -> urllib3.PoolManager:
             what=f"The proxy setting names a {parts.scheme or 'strange'} proxy; http and https are possible.",
             remedy="Set HTTPS_PROXY to an http or https proxy, or list the registry in NO_PROXY.",
         )
-    headers = make_headers(proxy_basic_auth=f"{parts.username}:{parts.password or ''}") if parts.username else None
+    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+    headers = make_headers(proxy_basic_auth=user) if user else None
     address = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], "", "", ""))
     return urllib3.ProxyManager(address, proxy_headers=headers, **settings)

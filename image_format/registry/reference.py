@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from image_format.fields import is_hex_digest
 from vgpu_errors import BadReference
@@ -98,6 +99,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_on_host(url: str, host: str) -> bool:
+    """The address is one of this host and port; the port that everybody knows need not be said."""
+    parts = urlsplit(url)
+    known = {"https": ":443", "http": ":80"}.get(parts.scheme, "")
+    return parts.netloc.lower().removesuffix(known) == host.lower().removesuffix(known)
 
 
 def host_without_port(host: str) -> str:

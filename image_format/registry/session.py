@@ -17,7 +17,7 @@ from urllib.parse import urljoin, urlsplit
 
 from image_format.registry.network import Cut, Network, NotTls, read_some
 from image_format.registry.patience import Patience, Retries
-from image_format.registry.reference import is_loopback
+from image_format.registry.reference import is_loopback, is_on_host
 from image_format.registry.tokens import Authority
 from vgpu_errors import LimitExceeded, NotInRegistry, RegistryAnswerInvalid, RegistryDenied, RegistryRefused
 from vgpu_errors import RegistryUnreachable as Unreachable
@@ -112,7 +112,7 @@ class Session:
                 with self.begin(method, path, scopes, headers=headers, body=body) as (response, url):
                     if response.status not in accepted:
                         self.refuse(response, url)
-                    data = b"" if method == "HEAD" else read_limited(response, max_bytes, url)
+                    data = b"" if method == "HEAD" else read_limited(response, max_bytes, url, patience.check)
                     return Answer(response.status, response.headers, data, url)
             except Cut as error:
                 patience.failed(str(error))
@@ -240,8 +240,7 @@ class Session:
                     patience.failed(str(error))
 
     def _is_ours(self, url: str) -> bool:
-        parts = urlsplit(url)
-        return parts.netloc == self.host and parts.scheme == self._scheme
+        return is_on_host(url, self.host) and urlsplit(url).scheme == self._scheme
 
     def _allows_plain(self, netloc: str) -> bool:
         return is_loopback(netloc) or (self._scheme == "http" and urlsplit(f"//{netloc}").hostname == self._name)
@@ -267,22 +266,25 @@ class Session:
                 patience.failed(f"the token server: {error}")
 
 
-def read_limited(response: BaseHTTPResponse, max_bytes: int, where: str) -> bytes:
-    """The whole body, if it is no longer than that."""
+def read_limited(
+    response: BaseHTTPResponse, max_bytes: int, where: str, check: Callable[[], None] = lambda: None
+) -> bytes:
+    """The whole body, if it is no longer than that; `check` raises where nobody wants it any more."""
     declared = response.headers.get("Content-Length", "")
     if declared.isdigit() and len(declared) < 20 and int(declared) > max_bytes and response.status < 300:
         _refuse_size(where, int(declared), max_bytes)
-    data = read_beginning(response, max_bytes + 1)
+    data = read_beginning(response, max_bytes + 1, check)
     if len(data) > max_bytes:
         _refuse_size(where, f"more than {max_bytes}", max_bytes)
     return data
 
 
-def read_beginning(response: BaseHTTPResponse, max_bytes: int) -> bytes:
+def read_beginning(response: BaseHTTPResponse, max_bytes: int, check: Callable[[], None] = lambda: None) -> bytes:
     """The body, as far as this many bytes."""
     data = bytearray()
     while len(data) < max_bytes and (part := read_some(response, min(256 << 10, max_bytes - len(data)))):
         data += part
+        check()
     return bytes(data)
 
 

@@ -4,16 +4,19 @@ One PUT is the fastest and what most registries take. A host that cuts it off or
 whose size is learnt per host and halved while it is refused. After a cut the registry says how far it came
 (Range), and the upload goes on from there, in the place that it names (Location); where it forgot, from the beginning.
 The registry checks the digest at the end; a source that is shorter than its size, or changes, is refused by that.
+A blob whose digest is not known yet goes up in PATCH requests, because only the last PUT has to name it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from image_format.registry.network import Cut
+from image_format.registry.reference import is_on_host
 from image_format.registry.session import MAX_ERROR_BYTES, WORTH_ANOTHER_ATTEMPT, Answer, TokenEnded, said_by
 from image_format.registry.tokens import push_scope
 from vgpu_errors import ContentMismatch, RegistryAnswerInvalid, RegistryRefused
@@ -33,11 +36,30 @@ _RANGE = re.compile(r"(?:bytes=|bytes )?0-(\d{1,19})")
 
 
 class BlobToSend(NamedTuple):
-    """What is sent: a stream that can be opened at any offset."""
+    """What is sent: a stream that can be opened at any offset; without a digest where that is learnt on the way."""
 
     open_stream: Callable[[int], BinaryIO]
-    digest: str
+    digest: str | None
     size: int
+
+
+class RunningDigest:
+    """The sha256 of what is sent from its beginning to its end, some of it maybe several times."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._end = 0
+
+    def take(self, view: memoryview, at: int) -> None:
+        """These bytes go out, which lie there."""
+        known = self._end - at
+        if 0 <= known < len(view):
+            self._hash.update(view[known:])
+            self._end = at + len(view)
+
+    def whole(self, size: int) -> str | None:
+        """The digest, once so many bytes have gone by."""
+        return f"sha256:{self._hash.hexdigest()}" if self._end == size else None
 
 
 class HostHabits:
@@ -76,6 +98,7 @@ class Upload:
         self._repository = repository
         self._scopes = push_scope(repository)
         self._blob = blob
+        self._running = RunningDigest() if blob.digest is None else None
         self._habits = habits
         self._on_bytes = on_bytes
         self._location: str | None = None
@@ -85,8 +108,8 @@ class Upload:
         self._told = 0
         self._fault: tuple[str, str | None] | None = None
 
-    def run(self) -> None:
-        """Send it; on return the registry has it, under its digest."""
+    def run(self) -> str:
+        """Send it; on return the registry has it, under this digest."""
         patience = self._session.patience()
         try:
             while not self._step(patience.check):
@@ -98,6 +121,13 @@ class Upload:
         except BaseException:
             self._tell(0)
             raise
+        return self._digest()
+
+    def _digest(self) -> str:
+        digest = self._blob.digest or (self._running.whole(self._blob.size) if self._running else None)
+        if digest is None:
+            raise RegistryAnswerInvalid(where=self._session.host, what="it says that it has more than was sent")
+        return digest
 
     def _step(self, check: Callable[[], None]) -> bool:
         """One request of the upload; True when it was the last and the blob is there."""
@@ -106,12 +136,12 @@ class Upload:
         if self._location is None:
             self._begin()
         piece = self._habits.piece_bytes
-        is_whole = piece is None and self._offset == 0
+        is_whole = piece is None and self._offset == 0 and self._blob.digest is not None
         try:
             if is_whole:
                 return self._put_whole()
             if self._offset < self._blob.size:
-                self._patch(max(piece or FIRST_PIECE_BYTES, self._least_piece))
+                self._patch(max(piece or self._first_piece, self._least_piece))
                 return False
             return self._finish()
         except Cut as error:
@@ -136,6 +166,11 @@ class Upload:
         self._move(answer)
         self._set_offset(0)
 
+    @property
+    def _first_piece(self) -> int:
+        """Without a digest one PATCH takes the place of one PUT."""
+        return FIRST_PIECE_BYTES if self._running is None else max(FIRST_PIECE_BYTES, self._blob.size)
+
     def _put_whole(self) -> bool:
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(self._blob.size)}
         answer = self._send("PUT", self._with_digest(), headers, 0, self._blob.size)
@@ -152,13 +187,18 @@ class Upload:
         headers = {
             "Content-Type": "application/octet-stream",
             "Content-Length": str(length),
-            "Content-Range": f"{self._offset}-{self._offset + length - 1}",
         }
+        if length < self._blob.size:  # all at once is a stream, which hosts take that know no pieces
+            headers["Content-Range"] = f"{self._offset}-{self._offset + length - 1}"
         assert self._location is not None
         answer = self._send("PATCH", self._location, headers, self._offset, length)
         if answer.status in (201, 202, 204):
+            before = self._offset
             self._move(answer)
-            self._set_offset(_end_of(answer, default=self._offset + length))
+            end = _end_of(answer, default=before + length)
+            self._set_offset(0 if end == 1 < length else end)  # "0-0" also stands for nothing
+            if self._offset <= before:
+                self._fault = (f"it took nothing of {length} bytes", None)
         elif answer.status == 413 and length > max(LEAST_PIECE_BYTES, self._least_piece):
             self._habits.refused(length)
             self._locate()
@@ -191,9 +231,12 @@ class Upload:
                     raise Cut("interrupted")
                 count = _read_into(stream, buffer[: min(len(buffer), length)])
                 if not count:
-                    raise ContentMismatch(where=self._blob.digest, what=f"it ends {length} bytes too early")
+                    raise ContentMismatch(where=self._blob.digest or "a blob", what=f"it ends {length} bytes too early")
+                if self._running is not None:
+                    self._running.take(buffer[:count], offset)
                 yield buffer[:count]
                 length -= count
+                offset += count
                 self._tell(self._told + count)
 
     # ---- after a fault -----------------------------------------------------------------------------
@@ -208,7 +251,7 @@ class Upload:
         if _is_digest_fault(answer):
             raise RegistryRefused(
                 where=self._session.host,
-                what=f"the content is not that of {self._blob.digest}: {said}",
+                what=f"the content is not that of {self._digest()}: {said}",
                 remedy="The file changed while it was sent, or something on the way changes bytes; push again.",
             )
         raise self._session.fault(answer.status, said, answer.url)
@@ -217,7 +260,8 @@ class Upload:
         """What was sent in one request and did not arrive is sent in smaller ones from now on."""
         before = self._offset
         self._locate()
-        if is_whole and self._blob.size > LEAST_PIECE_BYTES:
+        is_all = is_whole or (self._running is not None and piece is None and self._offset <= before)
+        if is_all and self._blob.size > LEAST_PIECE_BYTES:
             self._habits.refused(None)
         elif piece is not None and self._offset <= before:
             self._habits.refused(piece)
@@ -225,14 +269,14 @@ class Upload:
     def _locate(self) -> None:
         """Ask the registry how far it came; where it does not say, begin again."""
         location, self._location = self._location, None
-        if location is not None and self._session.host == urlsplit(location).netloc:
+        if location is not None and is_on_host(location, self._session.host):
             answer = self._session.call("GET", location, self._scopes, accept=KNOWN_OR_NOT, max_bytes=MAX_ERROR_BYTES)
             if answer.status in (202, 204) and answer.header("Range"):
                 end = _end_of(answer, default=0)
                 if end <= self._blob.size:
                     self._location = location
                     self._move(answer)
-                    self._set_offset(0 if end == 1 else end)  # "0-0" also stands for nothing
+                    self._set_offset(0 if end == 1 else end)  # as above
                     return
         self._set_offset(0)
 
@@ -247,12 +291,12 @@ class Upload:
     def _with_digest(self) -> str:
         assert self._location is not None
         joint = "&" if urlsplit(self._location).query else "?"
-        return f"{self._location}{joint}digest={quote(self._blob.digest, safe='')}"
+        return f"{self._location}{joint}digest={quote(self._digest(), safe='')}"
 
     def _is_there(self, answer: Answer) -> bool:
         stored = answer.header("Docker-Content-Digest")
-        if stored and stored != self._blob.digest:
-            raise RegistryAnswerInvalid(where=self._session.host, what=f"it stored {self._blob.digest} as {stored}")
+        if stored and stored != self._digest():
+            raise RegistryAnswerInvalid(where=self._session.host, what=f"it stored {self._digest()} as {stored}")
         self._tell(self._blob.size)
         return True
 

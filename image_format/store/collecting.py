@@ -4,11 +4,13 @@ Never removes what a lease, a reference or a running transfer needs. Works under
 1. a checkpoint that goes is renamed into trash/         -> it is no checkpoint any more
 2. trash, folders whose maker is dead and partial files are removed
 3. content that no checkpoint and no transfer has is removed
-A crash after any step leaves what the next run removes. Called by `Store.gc` and `Store.remove`.
+A crash after any step leaves what the next run removes. Transfers that nobody waits for may fill, finish or give up their
+folders meanwhile, so anything below incoming/ and trash/ may be gone at the next look. Called by `Store.gc` and `Store.remove`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -21,9 +23,10 @@ from image_format.store import references
 from image_format.store.checkpoints import StoredCheckpoint, list_checkpoints
 from image_format.store.entering import ADDING_PREFIX
 from image_format.store.incoming import LOCK_NAME
+from image_format.store.layout import TRANSFERS, files_below
 from image_format.store.locks import try_lock
 from image_format.store.placing import PARTIAL
-from vgpu_errors import StillNeeded
+from vgpu_errors import NoSuchCheckpoint, StillNeeded
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -63,7 +66,7 @@ class Collected:
 def collect(layout: Layout, leases: Leases, wish: Wish, *, dry_run: bool) -> Collected:
     """Remove what may go; the caller holds the exclusive lock."""
     forgotten = tuple(_forget(layout, wish, dry_run=dry_run))
-    needed = _needed(layout, leases, forgotten)
+    needed = _needed(layout, leases, frozenset(forgotten))
     chosen = _chosen(list_checkpoints(layout), wish) if wish.chooses else []
     going = [entry for entry in chosen if entry.manifest_digest not in needed]
     kept = tuple((entry, needed[entry.manifest_digest]) for entry in chosen if entry.manifest_digest in needed)
@@ -79,6 +82,8 @@ def collect(layout: Layout, leases: Leases, wish: Wish, *, dry_run: bool) -> Col
 def remove(layout: Layout, leases: Leases, checkpoint: StoredCheckpoint, *, force: bool) -> Collected:
     """Remove one checkpoint, with what refers to it where `force` says so; the caller holds the exclusive lock."""
     digest = checkpoint.manifest_digest
+    if not checkpoint.path.exists():
+        raise NoSuchCheckpoint(root=layout.root, wanted=digest, what="it is not there any more")
     for lease in leases.sweep():
         if lease.digest == digest:
             raise StillNeeded(digest=digest, what=_leased(lease.why, lease.pid))
@@ -96,9 +101,11 @@ def remove(layout: Layout, leases: Leases, checkpoint: StoredCheckpoint, *, forc
 def take_away(layout: Layout, paths: Iterable[Path]) -> None:
     """Out of the way in one step each, then gone; then the content that nothing stands for any more."""
     for path in paths:
-        path.rename(layout.trash / f"{path.name}.{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(layout.trash / f"{path.name[:128]}.{secrets.token_hex(8)}")
     for path in layout.trash.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for path, _ in list(_unused(layout, [])):
         path.unlink()
 
@@ -106,7 +113,7 @@ def take_away(layout: Layout, paths: Iterable[Path]) -> None:
 # ---- what may go ---------------------------------------------------------------------------------
 
 
-def _needed(layout: Layout, leases: Leases, forgotten: Sequence[Path]) -> dict[str, str]:
+def _needed(layout: Layout, leases: Leases, forgotten: Collection[Path]) -> dict[str, str]:
     """Digest -> who needs it."""
     needed = {
         note.digest: f"{note.where} refers to it"
@@ -150,11 +157,12 @@ def _leftovers(layout: Layout, wish: Wish) -> Iterator[Path]:
     """What nobody alive works on: folders of an add at once, those of a transfer when nobody has gone on for a while."""
     old_s = time.time() - wish.partial_older_than_s
     for folder in layout.incoming.iterdir():
-        is_abandoned = folder.name.startswith(ADDING_PREFIX) or folder.stat().st_mtime <= old_s
-        if is_abandoned and not _is_locked(folder / LOCK_NAME):
-            yield folder
+        with contextlib.suppress(FileNotFoundError):
+            is_abandoned = folder.name.startswith(ADDING_PREFIX) or folder.stat().st_mtime <= old_s
+            if is_abandoned and not _is_locked(folder / LOCK_NAME):
+                yield folder
     yield from layout.trash.iterdir()
-    for folder in (layout.root, layout.references, *layout.contents.iterdir()):
+    for folder in (layout.root, layout.references, layout.root / TRANSFERS, *layout.contents.iterdir()):
         yield from folder.glob(f"{PARTIAL}*")
     for checkpoint in layout.checkpoints.iterdir():
         yield from checkpoint.glob(f"{PARTIAL}*")
@@ -176,9 +184,10 @@ def _unused(layout: Layout, going: Collection[Path]) -> Iterator[tuple[Path, int
 
     Names outside of the store, as those of an image path, keep the bytes and not the content file.
     """
+    going = frozenset(going)
     folders = (*layout.checkpoints.iterdir(), *layout.incoming.iterdir())
     used = {inode for folder in folders if folder not in going for inode in _inodes(folder)}
-    dropped = Counter(inode for folder in going if folder.is_dir() for inode in _inodes(folder))
+    dropped = Counter(inode for folder in going for inode in _inodes(folder))
     for folder in layout.contents.iterdir():
         for path in folder.iterdir():
             status = path.lstat()
@@ -187,9 +196,8 @@ def _unused(layout: Layout, going: Collection[Path]) -> Iterator[tuple[Path, int
 
 
 def _inodes(folder: Path) -> Iterator[int]:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            yield path.lstat().st_ino
+    for _, status in files_below(folder):
+        yield status.st_ino
 
 
 def _small_bytes(folder: Path) -> int:

@@ -36,7 +36,7 @@ def add(layout: Layout, lock: StoreLock, directory: Path, *, links: bool) -> Pat
     incoming = Incoming(layout, lock, digest, layout.incoming / f"{ADDING_PREFIX}{digest}.{secrets.token_hex(8)}")
     incoming.open()
     try:
-        _fill(incoming, directory, sizes, lock, links=links)
+        _fill(incoming, directory, sizes, links=links)
         return incoming.commit()
     except BaseException:
         incoming.abandon()
@@ -51,13 +51,11 @@ def _look(directory: Path) -> tuple[str, dict[str, int]]:
     return hashlib.sha256(documents[MANIFEST_NAME]).hexdigest(), {name: s.st_size for name, s in entries.items()}
 
 
-def _fill(incoming: Incoming, directory: Path, sizes: dict[str, int], lock: StoreLock, *, links: bool) -> None:
+def _fill(incoming: Incoming, directory: Path, sizes: dict[str, int], *, links: bool) -> None:
     _, index = read_claims(directory)
     check_sizes(sizes, index, where=str(directory))
     bulk = {file.name: file for file in bulk_files(index)}
     for name in sorted(set(sizes) - ALLOWED_UNSIGNED - {REFERENCE_NAME}):
-        if name in bulk:
-            with lock.shared():
-                if incoming.take(bulk[name], directory / name):
-                    continue
-        place(directory / name, incoming.image / name, sizes[name], links=links and name in bulk)
+        if name not in bulk or not incoming.take(bulk[name], directory / name):
+            # What lasts is the commit's business: it brings every file to disk.
+            place(directory / name, incoming.image / name, sizes[name], links=links and name in bulk, lasting=False)

@@ -1,12 +1,14 @@
 """When two bulk files of checkpoints are the same: an identity computed from chunk ids (spec/store.md, section 2).
 
 Pure. Nothing is read again for it: the index that the signature covers has the ids already. Bytes of a pack that no id
-covers make no difference. Everything in the store asks here what a file's content is called.
+covers make no difference. Two files of one checkpoint never have one identity: a directory must not hold a file twice.
+Everything in the store asks here what a file's content is called.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _DOMAIN = b"vgpu-store-content-v1\0"
 _HEAD = struct.Struct("<QQ")
 _EXTENT = struct.Struct("<QQ32s")
+_AGAIN = struct.Struct("<Q")
 
 
 class Extent(NamedTuple):
@@ -43,12 +46,17 @@ class BulkFile(NamedTuple):
 
 def bulk_files(index: Index) -> tuple[BulkFile, ...]:
     """The files of a checkpoint that lie in the store's content folder, with their identities."""
-    covered = extents(index)
-    return tuple(
-        BulkFile(pack.name, pack.size, content_id(pack.size, covered[pack.name]), tuple(covered[pack.name]))
-        for pack in index.packs
-        if is_bulk(pack.name, pack.size)
-    )
+    covered, found = extents(index), []
+    seen: Counter[str] = Counter()
+    for pack in index.packs:
+        if is_bulk(pack.name, pack.size):
+            ids = tuple(covered[pack.name])
+            content = content_id(pack.size, ids)
+            seen[content] += 1
+            if seen[content] > 1:
+                content = content_id(pack.size, ids, earlier=seen[content] - 1)
+            found.append(BulkFile(pack.name, pack.size, content, ids))
+    return tuple(found)
 
 
 def is_bulk(name: str, size: int) -> bool:
@@ -56,13 +64,15 @@ def is_bulk(name: str, size: int) -> bool:
     return is_pack(name) or size > MAX_SMALL_FILE
 
 
-def content_id(size: int, covered: Iterable[Extent]) -> str:
-    """The identity as 64 hex digits."""
+def content_id(size: int, covered: Iterable[Extent], *, earlier: int = 0) -> str:
+    """The identity as 64 hex digits; `earlier` files of the same checkpoint have the same content."""
     ordered = sorted(covered)
     digest = blake3(_DOMAIN)
     digest.update(_HEAD.pack(size, len(ordered)))
     for extent in ordered:
         digest.update(_EXTENT.pack(*extent))
+    if earlier:
+        digest.update(_AGAIN.pack(earlier))
     return digest.hexdigest()
 
 

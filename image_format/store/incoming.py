@@ -24,7 +24,7 @@ from image_format.file_names import ALLOWED_UNSIGNED, INDEX_NAME, MANIFEST_NAME,
 from image_format.manifest import Manifest
 from image_format.store.identity import BulkFile, bulk_files
 from image_format.store.locks import try_lock
-from image_format.store.placing import explained, open_sized, place, swap_for_link, sync
+from image_format.store.placing import PARTIAL, explained, open_sized, place, swap_for_link, sync
 from image_format.store.proof import holds
 from image_format.verifying import Directory, check_sizes
 from vgpu_errors import ContentMismatch, StoreBusy, UnexpectedEntry, Unsigned
@@ -76,8 +76,10 @@ class Incoming:
             os.utime(self.folder)
 
     def close(self) -> None:
-        """Let go; what is there stays for the next try."""
+        """Let go; what is there stays for the next try, and for as long as if it had only begun now."""
         if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.utime(self.folder)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -90,27 +92,36 @@ class Incoming:
         self.close()
 
     def reuse(self, index: Index) -> tuple[str, ...]:
-        """Put in place every bulk file that the store has already; returns their names."""
+        """Put in place every bulk file that the store has already; returns their names.
+
+        A file that an earlier try left is among them only if it is the store's own, and whole. What it has of others
+        stays to be gone on with; it shares nothing with the store, so that it may be written to.
+        """
         taken = []
-        with self._lock.shared():
-            for file in bulk_files(index):
-                path = self.image / file.name
-                if path.exists() or self.take(file):
-                    taken.append(file.name)
+        for file in bulk_files(index):
+            path = self.image / file.name
+            if os.path.lexists(path) and path.lstat().st_nlink > 1:
+                path.unlink()
+            if not path.exists() and self.take(file):
+                taken.append(file.name)
         return tuple(taken)
 
     def take(self, file: BulkFile, source: Path | None = None) -> bool:
-        """The same for one file; the caller holds the store's lock.
+        """The same for one file.
 
-        Content that is not the very file `source` is read first: nobody shares what a failing disk has changed.
+        Content that is not the very file `source` is read, too: nobody shares what a failing disk has changed. That
+        happens without the lock, so that gc need not wait: our own name keeps the file.
         """
-        content = self._layout.content(file.content)
-        if not content.exists():
-            return False
-        if not (source is not None and source.samefile(content)) and not holds(content, file.size, file.covered):
-            return False
-        place(content, self.image / file.name, file.size, links=True)
-        return True
+        content, name = self._layout.content(file.content), self.image / file.name
+        with self._lock.shared():
+            if not content.exists() or content.stat().st_size != file.size:
+                return False
+            is_known = source is not None and source.samefile(content)
+            place(content, name, file.size, links=True)
+        if is_known or holds(name, file.size, file.covered):
+            return True
+        name.unlink()
+        return False
 
     def commit(self) -> Path:
         """Make it a checkpoint of the store; the directory. One that was there already is kept, and this one removed."""
@@ -120,7 +131,7 @@ class Incoming:
                 index = self._checked_index()
                 with explained(self.image, 0):
                     self._share(index)
-                    self._sync_small(index)
+                    self._sync_files(index)
                     self._rename(target)
         self.abandon()
         return target
@@ -155,11 +166,13 @@ class Incoming:
 
     def _settle(self, file: BulkFile, name: Path, content: Path) -> None:
         """Two files for one identity: the older one stays if it holds, else ours takes its place for those to come."""
-        if not holds(content, file.size, file.covered):
-            content.unlink()
-            self._add_content(name, content, file.size)
+        if holds(content, file.size, file.covered):
+            swap_for_link(content, name)
             return
-        swap_for_link(content, name)
+        fresh = content.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
+        place(name, fresh, file.size, links=True)
+        fresh.replace(content)  # in one step: others may be taking it
+        sync(content.parent)
 
     def _add_content(self, name: Path, content: Path, size: int) -> None:
         content.parent.mkdir(mode=0o700, exist_ok=True)
@@ -169,13 +182,16 @@ class Incoming:
             swap_for_link(content, name)
         sync(content.parent)
 
-    def _sync_small(self, index: Index) -> None:
+    def _sync_files(self, index: Index) -> None:
+        """All of them: where the file system has no links, a bulk file here is not the one in content/."""
         bulk = {file.name for file in bulk_files(index)}
         for entry in os.scandir(self.image):
-            if entry.name not in bulk:
-                descriptor = open_sized(self.image / entry.name, entry.stat(follow_symlinks=False).st_size)
-                os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+            descriptor = open_sized(self.image / entry.name, entry.stat(follow_symlinks=False).st_size)
+            try:
+                if entry.name not in bulk:
+                    os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
                 os.fsync(descriptor)
+            finally:
                 os.close(descriptor)
         sync(self.image)
 

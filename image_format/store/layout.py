@@ -15,9 +15,12 @@ from image_format.store.placing import write_whole
 from vgpu_errors import FormatTooNew, ImageError, NoSuchImage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 LAYOUT = "vgpu-store-1"
+# Notes of `image_format.transport`, which only ever save bytes: a store may be without them.
+TRANSFERS = "transfers"
 _FOLDERS = ("content", "checkpoints", "incoming", "leases", "references", "trash")
 
 
@@ -73,6 +76,19 @@ class Layout:
         if not is_hex_digest(digest):
             raise ImageError(where=self.checkpoints, what=f"{digest[:80]!a} is no sha256 digest")
         return self.checkpoints / digest
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All plain files; what others rename or remove meanwhile may be there or not, and is no error."""
+    for parent, _, names in os.walk(folder):  # which passes over folders that are gone
+        for name in names:
+            path = folder.joinpath(parent, name)
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield path, status
 
 
 def open_layout(root: Path, *, create: bool) -> Layout:

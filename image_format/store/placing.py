@@ -19,7 +19,7 @@ from image_format.hashing import may_have_links
 from vgpu_errors import ImageError, NotEnoughSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 # What a crash left under such a name is rubbish, in the store and in a checkpoint directory.
@@ -30,14 +30,25 @@ _PIECE_BYTES = 64 << 20
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-def place(source: Path, target: Path, size: int, *, links: bool, lasting: bool = True) -> None:
-    """Put the content of a file, which has this size, under another name; on disk too, where it is to last."""
+def place(
+    source: Path,
+    target: Path,
+    size: int,
+    *,
+    links: bool,
+    lasting: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Put the content of a file, which has this size, under another name; on disk too, where it is to last.
+
+    `check` is called before each piece of a copy and raises where there is no time left for it.
+    """
     with explained(target, size):
         descriptor = open_sized(source, size)
         try:
             if links and _link(descriptor, source, target):
                 return
-            _copy(descriptor, target, size, lasting=lasting)
+            _copy(descriptor, target, size, lasting=lasting, check=check)
         finally:
             os.close(descriptor)
 
@@ -125,12 +136,12 @@ def _link(descriptor: int, source: Path, target: Path) -> bool:
     return True
 
 
-def _copy(reading: int, target: Path, size: int, *, lasting: bool) -> None:
+def _copy(reading: int, target: Path, size: int, *, lasting: bool, check: Callable[[], None]) -> None:
     partial = target.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
     writing = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if not _share_extents(reading, writing):
-            _copy_bytes(reading, writing, size)
+            _copy_bytes(reading, writing, size, check)
         if lasting:
             os.fsync(writing)
         try:
@@ -152,9 +163,10 @@ def _share_extents(reading: int, writing: int) -> bool:
     return True
 
 
-def _copy_bytes(reading: int, writing: int, size: int) -> None:
+def _copy_bytes(reading: int, writing: int, size: int, check: Callable[[], None]) -> None:
     offset = 0
     while offset < size:
+        check()
         done = _copy_piece(reading, writing, offset, min(size - offset, _PIECE_BYTES))
         if not done:
             raise OSError(errno.EIO, "the file became shorter while it was copied")

@@ -60,4 +60,5 @@ def notes(folder: Path) -> Iterator[Reference]:
         except FileNotFoundError:
             continue
         except (VgpuError, OSError):
-            yield Reference(path.name.partition(".")[0], "an archive that its note does not name", 0.0, path)
+            made_s = path.lstat().st_mtime
+            yield Reference(path.name.partition(".")[0], "an archive that its note does not name", made_s, path)

@@ -142,18 +142,27 @@ class Store:
             return references.note(self.layout.references, manifest_digest, where)
 
     def bring_back(
-        self, manifest_digest: str, names: Sequence[str], into: Path, *, index: Index | None = None, links: bool = True
+        self,
+        manifest_digest: str,
+        names: Sequence[str],
+        into: Path,
+        *,
+        index: Index | None = None,
+        links: bool = True,
+        lasting: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Put bulk files of a checkpoint into a directory: all of them, or none and ContentElsewhere.
 
         `index` is the checkpoint's, which the caller trusts; with it content of other checkpoints serves as well.
+        `check` raises where there is no time left: a copy to another file system may take long.
         """
         with self._lock.shared():
             sources = self._sources(manifest_digest, names, into, index)
             placed: list[Path] = []
             try:
                 for name, (source, size) in sources.items():
-                    place(source, into / name, size, links=links, lasting=False)
+                    place(source, into / name, size, links=links, lasting=lasting, check=check)
                     placed.append(into / name)
             except BaseException:
                 for path in placed:

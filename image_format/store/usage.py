@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from image_format.store.checkpoints import StoredCheckpoint, list_checkpoints
+from image_format.store.layout import files_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,10 +62,5 @@ def _usage(entry: StoredCheckpoint, files: dict[int, int], holders: Counter[int]
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int]]:
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                status = path.lstat()
-                yield status.st_ino, status.st_size
-        except FileNotFoundError:
-            continue
+    for _, status in files_below(folder):
+        yield status.st_ino, status.st_size

@@ -57,7 +57,7 @@ def write_archive(remote: Remote, directory: Path, target: Path, policy: Policy)
     def check(partial: Path) -> None:
         verify_archive(partial, policy)
 
-    with tempfile.TemporaryFile() as spool, new_file(target, compression, check) as out:
+    with tempfile.TemporaryFile(dir=target.parent) as spool, new_file(target, compression, check) as out:
         _fetch(remote, engine_files, spool)
         writer = TarWriter(out)
         _copy_engine_files(spool, writer, str(remote.reference))

@@ -10,12 +10,12 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from image_format.registry.parallel import IN_FLIGHT, for_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from image_format.registry import Registry
     from image_format.transport.watching import Counts, Watcher
@@ -44,6 +44,13 @@ class Blob:
             while piece := window.read(1 << 20):
                 digest.update(piece)
         return cls(lambda offset: cast("BinaryIO", _Window(descriptor, offset)), "sha256:" + digest.hexdigest(), size)
+
+
+class Stream(NamedTuple):
+    """Something to send whose digest is not known yet."""
+
+    open_stream: Callable[[int], BinaryIO]
+    size: int
 
 
 class Sender:
@@ -82,9 +89,16 @@ class Sender:
             self._watcher.grow(self._phase, blob.size)
             self._send(blob)
 
-    def send(self, blobs: Iterable[Blob], *, in_flight: int = IN_FLIGHT) -> None:
-        """Send them."""
-        for_each(self._send, blobs, self._registry.stop, in_flight=in_flight)
+    def send_streams(self, streams: Sequence[Stream], *, in_flight: int = IN_FLIGHT) -> tuple[str, ...]:
+        """Send what nobody has, each once; the digests that were learnt on the way."""
+        digests = [""] * len(streams)
+
+        def send(number: int) -> None:
+            open_stream, size = streams[number]
+            digests[number] = self._registry.upload_stream(open_stream, size, self._moved)
+
+        for_each(send, range(len(streams)), self._registry.stop, in_flight=in_flight)
+        return tuple(digests)
 
     def _send(self, blob: Blob) -> None:
         self._registry.upload_blob(blob.open_stream, blob.digest, blob.size, self._moved)

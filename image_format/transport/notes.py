@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from image_format import canonical_json
 from image_format.fields import Fields, is_hex_digest
 from image_format.registry.reference import Reference
+from image_format.store.layout import TRANSFERS
 from image_format.store.placing import write_whole
 from vgpu_errors import BadReference, ImageError
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-FOLDER = "transfers"
 VERSION = 1
 MAX_NOTE_BYTES = 64 << 10
 MAX_LOCATIONS = 16
@@ -38,7 +38,7 @@ class Notes:
     @classmethod
     def of_store(cls, root: Path | None) -> Notes:
         """Those below a store's root."""
-        return cls(root / FOLDER if root is not None else None)
+        return cls(root / TRANSFERS if root is not None else None)
 
     def locations(self, manifest_digest: str) -> tuple[Reference, ...]:
         """Where that checkpoint lies, newest first; a note that cannot be read says nothing."""

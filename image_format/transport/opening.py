@@ -7,7 +7,6 @@ chunk by chunk against the signed index, and encrypted ones frame by frame besid
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
@@ -131,15 +130,6 @@ def open_encrypted(
         raise LimitExceeded(where=fields.path("layers"), what="its length", found=len(layers), limit=MAX_LAYERS)
     blobs = EncryptedBlobs(registry, image, [Descriptor.from_json(layer, ENCRYPTED_BLOB_TYPE) for layer in layers])
     return blobs, blobs.inner_manifest()
-
-
-def sha256_of(stream: BinaryIO) -> str:
-    """The digest of what is left of a stream."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with stream:
-        while count := stream.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 class _RemoteFile(io.RawIOBase):

@@ -4,7 +4,7 @@
 2. the four sealed documents, which are small: the signature must hold by this node's policy before anything else is
    fetched or written, and they must agree with each other as in a restore
 3. the packed index, whose content root must be the signed one
-4. chunks that are on this node already are taken from there
+4. bulk files that the store has already are linked, chunks that are on this node already are copied
 5. only the missing stretches of packs, by ranges, several at a time; each chunk is compared with its signed id as it
    comes, before it is written
 6. the signature is written last, the checkpoint becomes one of the store by a rename
@@ -14,6 +14,8 @@ A crash or a fault leaves what has come, and the next pull goes on. Nothing that
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,18 +25,19 @@ from image_format.encryption.encrypted_record import ENCRYPTED_RECORD_TYPE
 from image_format.fields import Fields
 from image_format.file_names import MANIFEST_NAME, SIGNATURE_NAME
 from image_format.manifest import ARTIFACT_TYPE, check_kind
-from image_format.packs.unpacking import Unpacker
+from image_format.packs.unpacking import MARK_NAME, Unpacker
 from image_format.registry.manifests import INDEX_TYPE
 from image_format.registry.parallel import for_each
 from image_format.registry.reference import Reference, is_digest
+from image_format.store.locks import try_lock
 from image_format.transport.manifest import MAX_BYTES, TransportManifest
 from image_format.transport.opening import EncryptedBlobs, PlainBlobs, open_encrypted
 from image_format.transport.watching import Counts, Watcher
 from image_format.verifying import read_claims
-from vgpu_errors import ContentMismatch, NoSuchImage, Unsigned, VgpuError
+from vgpu_errors import Cancelled, ContentMismatch, NoSuchImage, StoreBusy, Unsigned, UserError, VgpuError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from image_format.encryption import Identity
@@ -153,8 +156,9 @@ def pull_into_store(
     was_there = store.has(digest)
     if not was_there:
         with store.receive(digest) as incoming:
+            linked = incoming.reuse(remote.claims.index)
             pull = _Pull(registry, remote, options or PullOptions(), watcher or Watcher(), counts)
-            pull.into(incoming.image, _relatives(store, remote))
+            pull.into(incoming.image, _relatives(store, remote), linked=linked)
             incoming.commit()
     else:
         counts.add("reused", sum(region.length for region in remote.claims.index.regions))
@@ -172,12 +176,37 @@ def pull_into_directory(
     options: PullOptions | None = None,
     watcher: Watcher | None = None,
 ) -> Pulled:
-    """Make it a sealed directory; one that an earlier pull left unfinished is gone on with."""
+    """Make it a sealed directory; one that an earlier pull left unfinished is gone on with, no other is touched."""
     counts = Counts()
     directory.mkdir(mode=0o700, exist_ok=True)
-    _Pull(registry, remote, options or PullOptions(), watcher or Watcher(), counts).into(directory, relatives)
+    with _alone_in(directory):
+        _refuse_others(directory, remote)
+        _Pull(registry, remote, options or PullOptions(), watcher or Watcher(), counts).into(directory, relatives)
     root = remote.claims.record.content_root
     return Pulled(remote.reference, remote.claims.manifest_digest, root, directory, counts=counts)
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Nobody else pulls into it meanwhile."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not try_lock(descriptor):
+            raise StoreBusy(root=directory, seconds=0, remedy="Another process pulls into it: wait for it.")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_others(directory: Path, remote: Remote) -> None:
+    """Files that no pull left are somebody's; so is a whole checkpoint that is another one."""
+    names = {path.name for path in directory.iterdir()}
+    if not names or (MARK_NAME in names and SIGNATURE_NAME not in names):
+        return
+    if MANIFEST_NAME in names and (directory / MANIFEST_NAME).read_bytes() == remote.documents[MANIFEST_NAME]:
+        return
+    what = f"{directory} holds something else than an unfinished pull of this checkpoint"
+    raise UserError(what=what, remedy="Remove it, or name a directory that is empty or not there.")
 
 
 class _Pull:
@@ -192,10 +221,12 @@ class _Pull:
         self._watcher = watcher
         self._counts = counts
 
-    def into(self, directory: Path, relatives: Sequence[Path]) -> None:
+    def into(self, directory: Path, relatives: Sequence[Path], *, linked: Collection[str] = ()) -> None:
         packed = self._packed_index()
-        is_continued = any(directory.iterdir())
-        with Unpacker(self._remote.claims.index, packed, directory) as unpacker:
+        is_continued = any(path.name not in linked for path in directory.iterdir())
+        self._counts.add("reused", sum(pack.size for pack in self._remote.claims.index.packs if pack.name in linked))
+        with Unpacker(self._remote.claims.index, packed, directory, ready=linked) as unpacker:
+            self._expect_wanted()
             if is_continued:
                 self._watcher.note("looking at what an earlier pull left")
                 self._counts.add("reused", unpacker.find_present(threads=self._options.threads))
@@ -217,6 +248,7 @@ class _Pull:
         for directory in relatives:
             if not any(unpacker.missing(number) for number in range(unpacker.pack_count)):
                 return
+            self._expect_wanted()
             try:
                 _, index = read_claims(directory)
                 self._counts.add("reused", unpacker.fill_from(directory, index))
@@ -238,6 +270,10 @@ class _Pull:
                 unpacker.write(number, stream, stretch)
 
         for_each(bring, stretches, self._registry.stop, in_flight=self._options.in_flight)
+
+    def _expect_wanted(self) -> None:
+        if self._registry.stop.is_set():
+            raise Cancelled(phase="The pull", what="it was interrupted")
 
     def _moved(self, count: int) -> None:
         self._counts.add("fetched", count)

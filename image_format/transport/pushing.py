@@ -27,7 +27,7 @@ from image_format.packs.packed import earlier_packs, packed_index_bytes, plan_pa
 from image_format.registry.parallel import for_each
 from image_format.registry.reference import Reference
 from image_format.transport.blobs import Blob, Sender
-from image_format.transport.encrypting import encrypt
+from image_format.transport.encrypting import EncryptedImage
 from image_format.transport.manifest import ENGINE_FILES_TYPE, PACKED_INDEX_TYPE, TransportManifest
 from image_format.transport.watching import Counts, Watcher
 from image_format.trust.bundle import BUNDLE_TYPE
@@ -141,6 +141,9 @@ class _Push:
                 manifest = TransportManifest.from_bytes(data, where=str(where))
             except (NotInRegistry, ImageError):
                 continue  # deleted meanwhile, or encrypted
+            except RegistryError as error:  # it may be somebody else's now; what it could save is not needed
+                self._watcher.note(f"{where.name} gives nothing: {error}")
+                continue
             yield _Relative(where.repository, client, manifest)
 
     def _earlier(self) -> Iterator[EarlierPack]:
@@ -243,11 +246,11 @@ class _Push:
         """The outer manifest; what it names is sent, in no order that would tell anything."""
         by_digest = {blob.digest: blob for blob in blobs}
         named = [by_digest[f"sha256:{layer.sha256}"] for layer in (manifest.record, *manifest.layers())]
-        self._watcher.phase("encrypt", 0)
-        image = encrypt(inner, named, self._options.encrypt_to)
-        self._watcher.phase("push", sum(blob.size for blob in image.blobs))
-        self._sender.send(image.blobs, in_flight=self._options.in_flight)
-        return image.manifest
+        image = EncryptedImage.of(inner, named, self._options.encrypt_to)
+        self._watcher.phase("push", sum(stream.size for stream in image.streams))
+        digests = self._sender.send_streams(image.streams, in_flight=self._options.in_flight)
+        self._sender.bring(image.config)
+        return image.manifest(digests)
 
     def _pack_blob(self, plan: PackedPlan, number: int) -> Blob:
         layout = plan.packs[number].measured

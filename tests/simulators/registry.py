@@ -79,6 +79,7 @@ class Settings:
     whole_put: bool = True
     max_body: int | None = None
     min_piece: int = 0
+    keeps_pieces: bool = True  # else a PATCH is answered well and forgotten
     page: int = 1000
     storage: str = ""  # blobs are served by a redirect to this address
     bytes_per_s: float = 0
@@ -425,7 +426,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.sim.uploads.pop(upload).unlink()
             self._answer(204)
         elif self._takes_body(name, upload):
-            with self.sim.uploads[upload].open("ab") as file:
+            is_kept = self.command != "PATCH" or self.settings.keeps_pieces
+            with (self.sim.uploads[upload] if is_kept else Path(os.devnull)).open("ab") as file:
                 self._receive(file)
             if self.command == "PATCH":
                 self._answer(202, b"", self._place(name, upload))

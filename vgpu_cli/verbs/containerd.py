@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vgpu_cli import registry_source
+from vgpu_cli.output import printable
 from vgpu_cli.parsing import add_action, add_actions
 from vgpu_cli.wording import size_text
 from vgpu_errors import NeedsRoot, UserError
@@ -30,6 +32,10 @@ DESCRIPTION = (
     "pushes what the kubelet writes; 'clean' removes what containerd and killed commands leave behind."
 )
 EXAMPLES = (
+    (
+        "vgpu containerd restore registry.example/train:1 train-2",
+        "restore an image; one that containerd does not have is pulled",
+    ),
     (
         "vgpu containerd checkpoint train localhost/train:1 --leave-running",
         "checkpoint image of a container that goes on",
@@ -73,7 +79,12 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _restore_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", metavar="REF NAME", nargs="+", help="checkpoint image, and the new container's id")
+    parser.add_argument(
+        "words",
+        metavar="REF NAME",
+        nargs="+",
+        help="checkpoint image, pulled where containerd has none of this name, and the new container's id",
+    )
     parser.add_argument(
         "--import", dest="file", metavar="FILE", help="restore an exported file; NAME alone is given then"
     )
@@ -86,6 +97,7 @@ def _restore_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _criu_arguments(parser)
     _connection_arguments(parser)
+    registry_source.add_options(parser)
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +133,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Do the one action."""
     if os.geteuid() != 0:
         raise NeedsRoot(what=f"vgpu containerd {args.action}")
+    from containerd_integration.interruption import Interrupted  # noqa: PLC0415 - like the rest, where it is needed
+
     actions = {"checkpoint": _checkpoint, "restore": _restore, "recover": _recover, "watch": _watch, "clean": _clean}
-    return actions[args.action](args, out)
+    try:
+        return actions[args.action](args, out)
+    except Interrupted as signal:
+        lines = [f"vgpu: ended by {signal}; what was begun is undone", *getattr(signal, "__notes__", [])]
+        print("\n  note: ".join(map(printable, lines)), file=sys.stderr, flush=True)
+        return 128 + signal.number
 
 
 def _checkpoint(args: argparse.Namespace, out: Output) -> int:
@@ -179,6 +198,7 @@ def _restore(args: argparse.Namespace, out: Output) -> int:
         name=args.words[-1],
         reference="" if args.file else args.words[0],
         file=Path(args.file) if args.file else None,
+        open_registry=lambda reference: registry_source.open_registry(reference, args),
         snapshotter=args.snapshotter,
         labels=_labels(args.label),
         log_uri=args.log_uri,
@@ -220,13 +240,14 @@ def _recover(args: argparse.Namespace, out: Output) -> int:
     with Connection(args.address, owner.namespace) as connection, locked(folder.path):
         container = connection.call("containers", "Get", id=owner.container).container
         pid = recover(connection, container, folder)
-        remove(Leftover(folder.path, 0, None))
+    remove(Leftover(folder.path, 0, None))
     out.json({"container": owner.container, "pid": pid})
     out.line(f"{owner.container} runs, pid {pid}")
     return 0
 
 
 def _watch(args: argparse.Namespace, out: Output) -> int:
+    from containerd_integration.interruption import Interrupted, Interruption  # noqa: PLC0415
     from containerd_integration.kubelet_watch import KubeletWatch  # noqa: PLC0415
 
     watch = KubeletWatch(
@@ -236,9 +257,15 @@ def _watch(args: argparse.Namespace, out: Output) -> int:
         etc=Path(args.etc),
         say=lambda line: _say(out, line),
     )
-    if args.once:
-        return 1 if watch.catch_up() else 0
-    watch.run()
+    try:
+        with Interruption():
+            if args.once:
+                return 1 if watch.catch_up() else 0
+            watch.run()
+    except Interrupted as signal:  # how a service ends; an archive that was being sealed is as it was
+        if args.once:
+            raise
+        _say(out, f"ended by {signal}")
     return 0
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import os
 import re
-from argparse import SUPPRESS
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vgpu_errors import NeedsRoot, UserError
+from vgpu_cli.parsing import add_action, add_actions
+from vgpu_errors import BadConfiguration, NeedsRoot, UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -37,21 +37,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One action and what it works on."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add = _action(actions, "add", help="trust the maker of this key")
+    actions = add_actions(parser)
+    add = add_action(actions, "add", "trust the maker of this key")
     add.add_argument("key", metavar="KEY.pub", help="the public key, usually another node's /etc/vgpu/node.pub")
     add.add_argument("--name", help="what to call it here (default: the file's name)")
-    _action(actions, "ls", help="list the trusted keys")
-    remove = _action(actions, "rm", help="trust a key no longer")
+    add_action(actions, "ls", "list the trusted keys")
+    remove = add_action(actions, "rm", "trust a key no longer")
     remove.add_argument("key", metavar="NAME|KEY", help="its name, id or fingerprint")
-
-
-def _action(actions: Any, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's own word
-    """An action that takes the common options too, wherever they stand."""
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=help)
-    parser.add_argument("--json", action="store_true", default=SUPPRESS, help="print one JSON document")
-    parser.add_argument("--etc", metavar="DIR", default=SUPPRESS, help="settings (default: /etc/vgpu)")
-    return parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -85,7 +77,7 @@ def _list(args: argparse.Namespace, out: Output) -> None:
     rows = [[e.name, e.key.type, e.key.key_id, e.key.fingerprint, str(e.path)] for e in entries]
     out.table("Trusted keys", ["name", "type", "key", "fingerprint", "file"], rows)
     if not entries:
-        out.line("No key is trusted here; 'vgpu setup podman' makes the node's own.")
+        out.line("No key is trusted here; 'vgpu setup' makes the node's own.")
 
 
 def _described(entry: TrustedKey) -> dict[str, str]:
@@ -107,7 +99,8 @@ def _remove(args: argparse.Namespace, out: Output) -> None:
     if entry is None:
         raise UserError(what=f"no trusted key is called {args.key}", remedy="'vgpu trust ls' lists them.")
     if entry.path == Path(args.etc) / NODE_PUB:
-        raise UserError(what="a node always trusts its own key", remedy="'vgpu setup --undo' removes it with the rest.")
+        remedy = "To change it, move node.key and node.pub away and run 'vgpu setup' again."
+        raise UserError(what="a node always trusts its own key", remedy=remedy)
     try:
         entry.path.unlink()
     except PermissionError as error:
@@ -139,6 +132,10 @@ def _name_for(name: str) -> str:
 
 def _write(target: Path, data: bytes) -> None:
     partial = target.with_name(f".{target.name}.partial")
+    settings = target.parent.parent
+    if not settings.is_dir():
+        remedy = "Set this node up first: 'vgpu setup podman', 'vgpu setup containerd' or 'vgpu setup docker'."
+        raise BadConfiguration(path=settings, what="is not there, so this node has no settings", remedy=remedy)
     try:
         target.parent.mkdir(mode=0o755, exist_ok=True)
         partial.unlink(missing_ok=True)
