@@ -1,18 +1,18 @@
 """`python -m docs`: writes every generated part of the documentation, or with `--check` fails when one is out of date.
 
-Only calls the generators in `tools`. Called by `make docs` and CI.
+Only calls the generators in `tools`; man pages are made where they are installed (packaging/install.py). Called by `make docs` and CI.
 """
 
 from __future__ import annotations
 
 import sys
 
-from tools import cli_help, errors_page, measurements
+from tools import cli_help, errors_page, measurements, support_matrix
 
 
 def main(argv: list[str]) -> int:
     """Run all generators; the worst status counts."""
-    return max(errors_page.main(argv), cli_help.main(argv), measurements.main(argv))
+    return max(part.main(argv) for part in (errors_page, cli_help, measurements, support_matrix))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,13 @@ class Fields:
             raise ImageError(where=self.path(key), what="must be 64 lower-case hex digits")
         return value
 
+    def sha256_digest(self, key: str) -> str:
+        """A digest as registries write it; any other word would be taken for a tag, whose content nobody has named."""
+        value = self.text(key)
+        if not value.startswith("sha256:") or not is_hex_digest(value.removeprefix("sha256:")):
+            raise ImageError(where=self.path(key), what="must be sha256: and 64 lower-case hex digits")
+        return value
+
     def base64(self, key: str, *, max_bytes: int) -> bytes:
         """Bytes in the standard alphabet with padding, in the one spelling that an encoder gives them."""
         text = self.any(key)

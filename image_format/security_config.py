@@ -40,10 +40,21 @@ _KNOWN_KEYS = {
         "readonlyPaths", "uidMappings", "gidMappings", "containerID", "hostID", "size", "rootfsPropagation",
     )
 }  # fmt: skip
+# Types of namespaces that are the host's own although the config joins them by path (runtime_shim/host_namespaces.py).
+HOST_NAMESPACES = "hostNamespaces"
 _FREE_MAPS = ("annotations", "sysctl", "seccomp", "unified")
 
 # podman writes its own files' mounts with rprivate at start and with private at an import; nothing is mounted below them.
 _PROPAGATION = {"rprivate": "private"}
+
+# What systemd and shells set anew whenever an engine is started; no loader and no hook takes code from these.
+_OF_ONE_START = frozenset(
+    (
+        "INVOCATION_ID", "JOURNAL_STREAM", "LANG", "LISTEN_FDNAMES", "LISTEN_FDS", "LISTEN_PID", "LISTEN_PIDFDID",
+        "MAINPID", "MANAGERPID", "MANAGERPIDFDID", "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", "NOTIFY_SOCKET",
+        "OLDPWD", "PWD", "SHLVL", "SYSTEMD_EXEC_PID", "TERM", "WATCHDOG_PID", "WATCHDOG_USEC", "_",
+    )
+)  # fmt: skip
 
 Json = dict[str, Any]
 
@@ -109,12 +120,12 @@ def odd_keys(config: Json) -> list[str]:
 
 
 def differences(signed: Json, now: Json) -> list[str]:
-    """One line for each difference, empty where the two are equal."""
+    """One line for each difference, empty where the two are equal. `hostNamespaces` is for those who see the host."""
     if signed.get("projection") != now.get("projection"):
         return [
             f"projection: version {signed.get('projection')} was signed, this version makes {now.get('projection')}"
         ]
-    return _compare("", signed, now)
+    return _compare("", {key: signed[key] for key in signed if key != HOST_NAMESPACES}, now)
 
 
 # ---- projection ----------------------------------------------------------------------------------
@@ -197,12 +208,15 @@ def _mount(item: Json, place: _Place) -> Json:
     options = sorted({_PROPAGATION.get(str(option), str(option)) for option in _items(item.get("options"))})
     kind, source = str(item.get("type") or ""), str(item.get("source") or "")
     is_bind = kind == "bind" or "bind" in options or "rbind" in options
-    return {
+    doc = {
         "destination": str(item.get("destination")),
         "type": "bind" if is_bind else kind,
         "source": _source(source, place) if is_bind else source,
         "options": options,
     }
+    # An id-mapped mount shows files as another user's: with it a process may write what its own user must not.
+    mappings = {key: [_mapping(entry) for entry in _dicts(item.get(key))] for key in ("uidMappings", "gidMappings")}
+    return doc | {key: entries for key, entries in mappings.items() if entries}
 
 
 def _hooks(hooks: Json, place: _Place) -> Json:
@@ -215,10 +229,15 @@ def _hooks(hooks: Json, place: _Place) -> Json:
 
 
 def _hook(item: Json, place: _Place) -> Json:
-    return {
+    doc = {
         "path": place.neutral(str(item.get("path"))),
         "args": [place.neutral(str(argument)) for argument in _items(item.get("args"))],
     }
+    # A hook runs as root on the node: an LD_PRELOAD in its environment is as good as another path. A digest, because
+    # Docker hands on the whole environment that it was started with ('docker run --gpus'), secrets included.
+    entries = [place.neutral(str(entry)) for entry in _items(item.get("env"))]
+    environment = sorted(entry for entry in entries if entry.partition("=")[0] not in _OF_ONE_START)
+    return doc | ({"env": _digest(environment)} if environment else {})
 
 
 def _namespace(item: Json) -> Json:
@@ -248,8 +267,20 @@ def _device_rules(linux: Json) -> list[Json]:
         and (minor := _number(item.get("minor"), none=-1)) >= 0
     }
     rules = _dicts(_dict(linux.get("resources")).get("devices"))
-    # Order matters to the kernel: a later rule overrides an earlier one.
-    return _unique([_device_rule(item, gpu_paths) for item in rules], keep_order=True)
+    return _without_idle_repeats([_device_rule(item, gpu_paths) for item in rules])
+
+
+def _without_idle_repeats(rules: list[Json]) -> list[Json]:
+    """The rules without repeats that change nothing; a later rule overrides an earlier one, so one behind its opposite stays."""
+    kept: list[Json] = []
+    since_opposite: list[Json] = []
+    for rule in rules:
+        if since_opposite and since_opposite[-1]["allow"] != rule["allow"]:
+            since_opposite = []
+        if rule not in since_opposite:
+            since_opposite.append(rule)
+            kept.append(rule)
+    return kept
 
 
 def _device_rule(item: Json, gpu_paths: dict[tuple[str, Any, Any], str]) -> Json:

@@ -9,6 +9,7 @@ nothing. Called by `make measurements`, `make docs` and the tests:
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -128,10 +129,10 @@ def _section(one: Measurement) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and never an exponent."""
+    """At least three significant digits, and never an exponent."""
     if value == 0 or abs(value) >= 100:
         return f"{value:.0f}"
-    digits = 2 if abs(value) >= 1 else 3
+    digits = 2 if abs(value) >= 1 else 2 - math.floor(math.log10(abs(value)))
     return f"{value:.{digits}f}".rstrip("0").rstrip(".") or "0"
 
 

@@ -202,7 +202,9 @@ class InstalledFiles:
             self._remember_keys(target, file, entry, found)
             return
         if outcome.what == "unchanged" and entry is not None and found is not None:
-            self.files[file.path] = replace(entry, sha256=_sha256(found), targets=_with(entry.targets, target))
+            # What somebody wrote into it stays theirs, although this setup would write the same.
+            digest = _sha256(found) if entry.is_ours(found) else entry.sha256
+            self.files[file.path] = replace(entry, sha256=digest, targets=_with(entry.targets, target))
         if outcome.what not in _WRITES:
             return
         is_first = entry is None

@@ -38,11 +38,11 @@ def given(args: argparse.Namespace) -> bytes | None:
     if args.passphrase_file is not None:
         return _from_file(Path(args.passphrase_file))
     if args.passphrase_env is not None:
-        text = os.environ.get(args.passphrase_env)
-        if not text:
+        secret = os.environb.get(os.fsencode(args.passphrase_env))
+        if not secret:
             remedy = "Set and export it, or use --passphrase-file."
             raise UserError(what=f"the environment variable {args.passphrase_env} is empty or not set", remedy=remedy)
-        return text.encode()
+        return secret
     return None
 
 
@@ -69,8 +69,14 @@ def _from_file(path: Path) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_BYTES + 2)
     except OSError as error:
-        raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})") from error
+        remedy = "Name a file that holds the passphrase."
+        raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})", remedy=remedy) from error
     if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
         what = f"has mode {stat.S_IMODE(mode):04o}; a file with a passphrase must be 0600"
         raise BadConfiguration(path=path, what=what, remedy=f"Run 'chmod 600 {path}'.")
-    return data.removesuffix(b"\n").removesuffix(b"\r")
+    secret = data.removesuffix(b"\n").removesuffix(b"\r")
+    if not secret:
+        raise BadConfiguration(
+            path=path, what="holds no passphrase", remedy="Write it into the first line of the file."
+        )
+    return secret

@@ -104,6 +104,12 @@ def notes(target: str, options: SetupOptions, planned: Sequence[PlannedFile]) ->
         found.append("Run a container with: podman run --runtime vgpu-runtime --device vgpu.snapshot/gpu=all IMAGE")
     if target == "containerd":
         found.append("Restart containerd to make it read the new handler.")
+        drop_in = next(file for file in planned if file.path == containerd_config.DROP_IN_PATH)
+        if containerd_config.carries_others(drop_in.content):
+            found.append(
+                f"{containerd_config.DROP_IN_PATH} carries the CRI settings of the other files along, because containerd 1.x "
+                "takes one file's only: run the setup again after you change them."
+            )
         if options.watches_kubelet:
             unit = kubelet_unit.UNIT_PATH.rpartition("/")[2]
             found.append(
@@ -129,12 +135,23 @@ _NVIDIA_SPECS = ("/etc/cdi/nvidia.yaml", "/etc/cdi/nvidia.json", "/var/run/cdi/n
 def _node(options: SetupOptions, installed: InstalledFiles) -> list[PlannedFile]:
     files = node_files.node_files(_runtime_conf(options, installed))
     if installed.content(node_files.NODE_KEY) is None:
+        _refuse_half_a_key(options, installed)
         return [*files, *node_files.node_key_files()]
     return [
         *files,
         *_as_it_is(node_files.NODE_KEY, installed),
         *_as_it_is(node_files.NODE_PUBLIC_KEY, installed),
     ]
+
+
+def _refuse_half_a_key(options: SetupOptions, installed: InstalledFiles) -> None:
+    """A new private key beside an old public one: the node would refuse whatever it signs."""
+    if installed.content(node_files.NODE_PUBLIC_KEY) is not None:
+        path = options.root / node_files.NODE_PUBLIC_KEY.lstrip("/")
+        remedy = (
+            "Move it away; then 'vgpu trust add' it under its new path, if what it has signed shall still be restored."
+        )
+        raise BadConfiguration(path=path, what="is there without its private half node.key", remedy=remedy)
 
 
 def _runtime_conf(options: SetupOptions, installed: InstalledFiles) -> str:

@@ -90,7 +90,9 @@ class EncryptedRecord:
                     return self._opened(identity, wrapped, where)
         shown = [entry.key_id for entry in self.recipients[:4]]
         more = len(self.recipients) - len(shown)
-        names = ", ".join(shown) + (f" and {more} more" if more else "")
+        names = (
+            ", ".join(shown) + (f" and {more} more" if more else "") or "kinds of keys that this version does not know"
+        )
         raise NotARecipient(where=where, recipients=names)
 
     def _opened(self, identity: Identity, wrapped: WrappedKey, where: str) -> ImageCipher:

@@ -72,7 +72,9 @@ class Recipient:
         try:
             shared = ephemeral.exchange(self._key)
         except ValueError as error:
-            raise BadConfiguration(path=f"recipient {self.key_id}", what="is a point of small order") from error
+            remedy = "Nobody's key looks like that; ask the recipient for theirs again."
+            what = "is a point of small order"
+            raise BadConfiguration(path=f"recipient {self.key_id}", what=what, remedy=remedy) from error
         wrapping = _wrapping_key(shared, public, self._key, image_id)
         return WrappedKey(self.key_id, public, AESGCM(wrapping).encrypt(_NONCE, image_key, image_id))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Passphrase = Callable[[], bytes]
 
 MAX_KEY_BYTES = 16 << 10
+REMEDY = "Name another file, or make one: 'vgpu keys new' makes a key, 'vgpu setup' the node's own."
 # OpenSSL takes no more.
 MAX_PASSPHRASE_BYTES = 1023
 
@@ -45,7 +46,7 @@ def parse_private(data: bytes, *, where: Path | str, passphrase: Passphrase | No
     except TypeError:  # the key is encrypted
         return _decrypt(data, where, passphrase)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise BadConfiguration(path=where, what="is not a PEM private key (PKCS#8)") from error
+        raise BadConfiguration(path=where, what="is not a PEM private key (PKCS#8)", remedy=REMEDY) from error
 
 
 def parse_public(data: bytes, *, where: Path | str) -> PublicKeyTypes:
@@ -53,7 +54,7 @@ def parse_public(data: bytes, *, where: Path | str) -> PublicKeyTypes:
     try:
         return serialization.load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise BadConfiguration(path=where, what="is not a PEM public key") from error
+        raise BadConfiguration(path=where, what="is not a PEM public key", remedy=REMEDY) from error
 
 
 def private_pem(key: PrivateKeyTypes, passphrase: bytes | None = None) -> bytes:
@@ -105,12 +106,17 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
     except PermissionError as error:
         raise NeedsRoot(what=f"writing {path}") from error
     except OSError as error:
-        raise BadConfiguration(path=path, what=f"cannot be made ({error.strerror})") from error
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
+        remedy = "Give a path in a folder that is there and can be written to."
+        raise BadConfiguration(path=path, what=f"cannot be made ({error.strerror})", remedy=remedy) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:  # half a key would stand in the way of a whole one
+        path.unlink()
+        raise
 
 
 def _read(path: Path, *, is_private: bool) -> bytes:
@@ -118,12 +124,16 @@ def _read(path: Path, *, is_private: bool) -> bytes:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_KEY_BYTES + 1)
+    except PermissionError as error:
+        raise NeedsRoot(what=f"reading {path}") from error
     except OSError as error:
-        raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})") from error
+        raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})", remedy=REMEDY) from error
     if is_private and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadConfiguration(path=path, what=f"has mode {stat.S_IMODE(mode):04o}; a private key must be 0600")
+        what = f"has mode {stat.S_IMODE(mode):04o}; a private key must be 0600"
+        remedy = f"Run 'chmod 600 {path}'; if others may have read it, make a new key."
+        raise BadConfiguration(path=path, what=what, remedy=remedy)
     if len(data) > MAX_KEY_BYTES:
-        raise BadConfiguration(path=path, what="is too large for a key")
+        raise BadConfiguration(path=path, what="is too large for a key", remedy=REMEDY)
     return data
 
 

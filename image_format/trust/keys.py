@@ -123,7 +123,7 @@ def load_signing_key(path: Path | str = "/etc/vgpu/node.key", passphrase: Passph
         isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP256R1)
     ):
         return SigningKey.of(key)
-    raise BadConfiguration(path=path, what="is not an ECDSA P-256 or Ed25519 key")
+    raise BadConfiguration(path=path, what="is not an ECDSA P-256 or Ed25519 key", remedy=key_files.REMEDY)
 
 
 def load_public_key(path: Path | str) -> PublicKey:
@@ -138,4 +138,4 @@ def parse_public_key(data: bytes, *, where: Path | str) -> PublicKey:
         isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)
     ):
         return PublicKey.of(key)
-    raise BadConfiguration(path=where, what="is not an ECDSA P-256 or Ed25519 key")
+    raise BadConfiguration(path=where, what="is not an ECDSA P-256 or Ed25519 key", remedy=key_files.REMEDY)

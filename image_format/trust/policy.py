@@ -66,6 +66,8 @@ class Policy:
     def load(cls, directory: Path | str = "/etc/vgpu") -> Policy:
         """Read the folder; a missing policy.json is the default policy."""
         directory = Path(directory)
+        if directory.is_dir():
+            _refuse_if_others_write(directory)  # whoever can rename files there can replace each of them
         by_id = {entry.key.key_id: entry for entry in reversed(load_trusted(directory))}
         rules = _read_rules(directory / POLICY_NAME)
         return cls(rules.default, by_id, rules.older_generation)
@@ -90,7 +92,11 @@ def _added_files(folder: Path) -> list[Path]:
 
 def _load_key(path: Path, name: str) -> TrustedKey:
     _refuse_if_others_write(path)
-    return TrustedKey(name, path, load_public_key(path))
+    try:
+        return TrustedKey(name, path, load_public_key(path))
+    except BadConfiguration as error:
+        error.remedy = f"Put the right key there, or remove it: 'rm {path}'."
+        raise
 
 
 def _read_rules(path: Path) -> Rules:
@@ -117,7 +123,10 @@ def parse_rules(data: bytes, path: Path) -> Rules:
         known = " and ".join(map(str, KNOWN_VERSIONS))
         raise BadConfiguration(path=path, what=f"has version {version}; this version reads {known}")
     if fields.unknown():
-        raise BadConfiguration(path=path, what=f"has unknown keys: {', '.join(sorted(fields.unknown()))}")
+        unknown = sorted(fields.unknown())
+        needs_2 = version == 1 and unknown == ["olderGeneration"]
+        remedy = 'Write "version": 2, which has that key.' if needs_2 else "Correct or remove them."
+        raise BadConfiguration(path=path, what=f"has unknown keys: {ascii(', '.join(unknown))[1:-1]}", remedy=remedy)
     return Rules(default, older)
 
 
@@ -136,6 +145,8 @@ def _refuse_if_others_write(path: Path) -> None:
     except OSError as error:
         raise BadConfiguration(path=path, what=f"cannot be read ({error.strerror})") from error
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BadConfiguration(path=path, what="can be changed by others than its owner")
+        remedy = f"See who has changed it, then run 'chmod go-w {path}'."
+        raise BadConfiguration(path=path, what="can be changed by others than its owner", remedy=remedy)
     if status.st_uid not in (0, os.geteuid()):
-        raise BadConfiguration(path=path, what=f"belongs to user {status.st_uid}, not to root")
+        remedy = f"See what that user did with it, then run 'chown root {path}'."
+        raise BadConfiguration(path=path, what=f"belongs to user {status.st_uid}, not to root", remedy=remedy)

@@ -61,6 +61,10 @@ BUNDLE, SIMPLE = "bundle", "simple signing"
 TRUSTED, EXPIRED, UNKNOWN_KEY, INVALID = "trusted", "expired", "unknown key", "invalid"
 
 
+# What is wrong with one signature alone; a registry that does not answer at all is another matter.
+UNREADABLE = (ImageError, NotInRegistry, RegistryContentWrong)
+
+
 class RegistryCalls(Protocol):
     """What is needed of a registry's client; one repository."""
 
@@ -189,7 +193,7 @@ def _is_ours(registry: RegistryCalls, layer: SignatureLayer, key: SigningKey, pa
         if not key.public.holds(layer.signature, data):
             return False
         return Payload.from_bytes(data, digest=payload.digest, where="payload").reference == payload.reference
-    except (ImageError, NotInRegistry):
+    except UNREADABLE:
         return False
 
 
@@ -197,7 +201,7 @@ def _images_of_index(registry: RegistryCalls, data: bytes, media_type: str) -> l
     if media_type not in INDEX_TYPES:
         return []
     fields = Fields(canonical_json.read_object(data, where="index", max_bytes=MAX_MANIFEST_BYTES), "index")
-    digests = [entry.text("digest") for entry in fields.objects("manifests")]
+    digests = [entry.sha256_digest("digest") for entry in fields.objects("manifests")]
     if len(digests) > MAX_IMAGES_OF_INDEX:
         limit = MAX_IMAGES_OF_INDEX
         raise LimitExceeded(where="index", what="the number of its images", found=len(digests), limit=limit)
@@ -279,7 +283,7 @@ def _judge_bundles(
         try:
             blob = _bundle_of(registry.get_manifest(str(descriptor["digest"]))[0], where)
             data = registry.get_blob(blob, MAX_BUNDLE_BYTES) if blob else None
-        except (ImageError, NotInRegistry) as error:
+        except UNREADABLE as error:
             yield FoundSignature(BUNDLE, INVALID, what=error.message)
         else:
             if data is not None:
@@ -296,7 +300,7 @@ def _bundle_of(manifest: bytes, where: str) -> str | None:
     if len(layers) != 1:
         raise ImageError(where=fields.path("layers"), what=f"has {len(layers)} entries, not 1")
     layers[0].one_of("mediaType", BUNDLE_TYPE)
-    return layers[0].text("digest")
+    return layers[0].sha256_digest("digest")
 
 
 def _judge_layers(
@@ -310,7 +314,7 @@ def _judge_layers(
     for layer in layers:
         try:
             data = registry.get_blob(layer.digest, MAX_PAYLOAD_BYTES)
-        except (ImageError, NotInRegistry) as error:
+        except UNREADABLE as error:
             yield FoundSignature(SIMPLE, INVALID, what=error.message)
         else:
             yield judge_payload(data, layer.signature, digest, policy, where=where, now=now)

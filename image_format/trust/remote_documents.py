@@ -45,7 +45,7 @@ def find(registry: RegistryCalls, manifest: bytes, *, where: str) -> bytes | Non
     if not fields.is_there("manifests"):
         return manifest if fields.text_or_none("artifactType") == ARTIFACT_TYPE else None
     named = [
-        entry.text("digest")
+        entry.sha256_digest("digest")
         for entry in fields.objects("manifests")
         if entry.text_or_none("artifactType") == ARTIFACT_TYPE
     ]
@@ -79,7 +79,7 @@ def _blob(registry: RegistryCalls, descriptor: Fields, limit: int, where: str) -
     size = descriptor.integer("size")
     if size > limit:
         raise LimitExceeded(where=where, what=f"the size of {descriptor.text('mediaType')}", found=size, limit=limit)
-    data = registry.get_blob(descriptor.text("digest"), limit)
+    data = registry.get_blob(descriptor.sha256_digest("digest"), limit)
     if len(data) != size:
         raise ContentMismatch(where=where, what=f"{len(data)} bytes of {descriptor.text('mediaType')}, not {size}")
     return data

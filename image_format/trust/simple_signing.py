@@ -141,4 +141,4 @@ def _read_layer(fields: Fields) -> SignatureLayer | None:
     except (binascii.Error, UnicodeEncodeError):
         return None
     texts = {key: annotations.text(key) for key in annotations.whole()}
-    return SignatureLayer(fields.text("digest"), fields.integer("size"), signature, texts)
+    return SignatureLayer(fields.sha256_digest("digest"), fields.integer("size"), signature, texts)
