@@ -48,13 +48,18 @@ def manifest_of(store: ContentStore, target: Descriptor, *, where: str) -> Descr
         return target
     if target.media_type not in INDEX_TYPES:
         raise NoSuchImage(path=where, what=f"its type {target.media_type} is no image's")
-    here = MACHINES.get(platform.machine(), platform.machine())
+    here = this_machine()
     for entry in _document(store, target, where).objects("manifests"):
         found = descriptor(entry)
         named = entry.object("platform").text("architecture") if entry.has("platform") else here
         if found.media_type in MANIFEST_TYPES and named == here and store.size_of(found.digest) == found.size:
             return found
     raise NoSuchImage(path=where, what=f"containerd holds no manifest of it for {here}")
+
+
+def this_machine() -> str:
+    """This machine's name in images."""
+    return MACHINES.get(platform.machine(), platform.machine())
 
 
 def blobs_of(store: ContentStore, manifest: Descriptor, *, where: str) -> Iterator[Descriptor]:

@@ -12,8 +12,9 @@ The steps, and what a crash after each leaves behind:
 8. name      image created, or file renamed: the commit                          a whole checkpoint
 9. clear     ended task, folder and lease removed                                swept by the next command
 
-An error undoes the steps from the last one back: a container that had ended is started again from the sealed folder, so
-a failed checkpoint leaves it running. Pauses only what runs; a container that its user paused stays paused.
+An error undoes the steps from the last one back, and so does a signal: a container that had ended is started again from
+the sealed folder, so a failed checkpoint leaves it running. A runtime that is at work is not called off, its end is waited
+for: only then is it known what has become of the container. Pauses only what runs; what its user paused stays paused.
 Called by the verb `containerd`.
 """
 
@@ -32,10 +33,10 @@ from containerd_integration.api.content import ContentStore
 from containerd_integration.api.wire import message, packed, wire_descriptor
 from containerd_integration.exported_file import write_file
 from containerd_integration.flat_tar import FlatTar
+from containerd_integration.interruption import Interruption
 from containerd_integration.leases import leased
 from containerd_integration.watcher import Silent
 from containerd_integration.work_folder import work_folder
-from gpu_state.undo import Undo
 from image_format import canonical_json
 from image_format.archives import containerd_index
 from image_format.archives.containerd_index import CheckpointIndex, Descriptor
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from containerd_integration.api.connection import Connection
     from containerd_integration.watcher import Watcher
     from containerd_integration.work_folder import WorkFolder
+    from gpu_state.undo import Undo
 
 WORK_DIRECTORY = Path("/var/lib/vgpu/containerd")
 LEASE_HOURS = 24.0
@@ -91,6 +93,11 @@ def checkpoint(connection: Connection, wish: Wish, watcher: Watcher | None = Non
 
 def recover(connection: Connection, container: Any, folder: WorkFolder, *, deadline_s: float = DUMP_S) -> int:
     """Start a container that had ended again from the folder with its sealed state; its pid."""
+    if tasks.settled(connection, container.id) not in (tasks.STOPPED, None):
+        raise UnsupportedRequest(
+            what=f"{container.id} has not ended",
+            remedy=f"It goes on by itself and needs no folder: 'rm -r {folder.path}'.",
+        )
     tasks.remove_task(connection, container.id)
     key = {"snapshotter": container.snapshotter, "key": container.snapshot_key}
     rootfs = connection.call("snapshots", "Mounts", **key).mounts
@@ -114,11 +121,12 @@ class _Checkpointing:
         """All steps in their order."""
         self.look()
         with (
+            Interruption() as self.interruption,
             leased(self.connection, "checkpoint", hours=LEASE_HOURS) as lease,
             work_folder(self.wish.work_directory, "checkpoint-") as self.folder,
         ):
             self.store = ContentStore(self.connection, lease)
-            with Undo() as undo:
+            with self.interruption.undoing() as undo:
                 self.pause(undo)
                 self.dump(undo)
                 self.take_files()
@@ -163,8 +171,8 @@ class _Checkpointing:
     def pause(self, undo: Undo) -> None:
         """Files and memory of one moment; the shim lifts the pause while the GPU side is frozen."""
         if self.was_running:
-            undo.push(self.resume)
-            with self.watcher.phase("pause"):
+            with self.watcher.phase("pause"), self.interruption.held():
+                undo.push(self.resume)
                 self.paused_at = time.monotonic()
                 self.connection.call("tasks", "Pause", container_id=self.container.id)
 
@@ -187,16 +195,21 @@ class _Checkpointing:
                     self.has_ended = True
                     tasks.wait_for(self.connection, self.container.id, tasks.STOPPED)
             except BaseException:
+                self.interruption.hold()
                 self.has_ended = self.has_ended or self.ended_meanwhile()
                 if not self.has_ended:
                     self.folder.let_go()
                 raise
 
     def ended_meanwhile(self) -> bool:
-        """A call that was given up here may have come to its end all the same: sealed, and the container with it."""
+        """A call that was given up here goes on in the runtime and may come to its end: sealed, and the container with it.
+
+        Where that is not known at the end of the time either, this raises, and the folder stays needed.
+        """
+        tasks.settled(self.connection, self.container.id, deadline_s=self.wish.deadline_s)
         if self.wish.leaves_running or not (self.folder.images / SIGNATURE_NAME).exists():
             return False
-        return tasks.status_of(self.connection, self.container.id) in (tasks.STOPPED, None)
+        return tasks.ends_soon(self.connection, self.container.id)
 
     def take_files(self) -> None:
         """The container's changes of its image as a layer under the lease."""
@@ -225,10 +238,11 @@ class _Checkpointing:
 
     def go_on(self, undo: Undo) -> None:
         """The rest happens beside the running application."""
-        undo.keep()
-        if self.was_running:
-            with self.watcher.phase("resume"):
-                self.resume()
+        with self.interruption.held():
+            if self.was_running:
+                with self.watcher.phase("resume"):
+                    self.resume()
+            undo.keep()
 
     def store_all(self) -> Descriptor:
         """The blobs, then the one write that makes them a checkpoint."""
@@ -245,6 +259,7 @@ class _Checkpointing:
                 write_file(
                     self.wish.export, data, self.store, self.all_blobs(), tar, criu,
                     compression=self.wish.compression, on_bytes=self.counter(tar.size),
+                    on_commit=self.interruption.hold,
                 )  # fmt: skip
             return containerd_index.described(data)
         with self.watcher.phase("store"):
@@ -352,6 +367,7 @@ class _Checkpointing:
         """The commit: from here on there is a checkpoint of that name."""
         labels = {CHECKPOINT_LABEL: "true", **dict(self.wish.labels)}
         image = message(base_image.IMAGE)(name=self.wish.reference, labels=labels, target=wire_descriptor(index))
+        self.interruption.hold()
         self.connection.call("images", "Create", image=image)
 
     def counter(self, whole: int) -> Callable[[int], object]:

@@ -61,6 +61,11 @@ def drop_in(version: int, others: Sequence[Mapping[str, Any]]) -> str:
     return HEADER + to_toml({"version": 2, "plugins": {PLUGIN_V2: section}})
 
 
+def carries_others(content: bytes) -> bool:
+    """Whether a drop-in has a copy of what other files say: of the first version that containerd 1.x reads."""
+    return b"version = 2" in content.splitlines()
+
+
 def main_file(text: str | None, main: Mapping[str, Any] | None, version: int) -> str | None:
     """The new text of config.toml, or None where it reads the drop-in folder already."""
     if text is None or main is None:

@@ -33,7 +33,7 @@ COMPRESSIONS = ("none", "gzip", "zstd")
 GZIP_LEVEL, ZSTD_LEVEL = 1, 1
 
 
-def write_file(
+def write_file(  # noqa: PLR0913 - what is written, and who hears of it
     path: Path,
     index: bytes,
     store: ContentStore,
@@ -43,8 +43,9 @@ def write_file(
     *,
     compression: str,
     on_bytes: Callable[[int], object],
+    on_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write all blobs; nothing of that name is there before the last one is."""
+    """Write all blobs; nothing of that name is there before the last one is. `on_commit` is called before the rename."""
     partial = path.with_name(f".{path.name}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -57,6 +58,7 @@ def write_file(
                 _add(archive, blob_name(criu.digest), criu.size, _counted(tar.pieces(), on_bytes))
             file.flush()
             os.fsync(file.fileno())
+        on_commit()
         partial.rename(path)
     except BaseException:
         partial.unlink(missing_ok=True)

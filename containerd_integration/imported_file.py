@@ -6,10 +6,10 @@ against its digest; blobs that the index does not lead to are passed over. Calle
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
-from containerd_integration.flat_tar import PIECE_BYTES, unpack
+from containerd_integration.checked_pieces import CheckedPieces
+from containerd_integration.flat_tar import unpack
 from image_format import canonical_json
 from image_format.archives import containerd_archive, containerd_index
 from image_format.archives.containerd_archive import Members, blob_name
@@ -45,7 +45,7 @@ class ImportedFile:
                     continue
                 if blob.size != size:
                     raise ContentMismatch(where=f"{self.where}: {name}", what="size")
-                pieces = _Checked(members, blob, f"{self.where}: {name}")
+                pieces = CheckedPieces(members.tar.read, blob, f"{self.where}: {name}")
                 if blob == criu:
                     unpack(pieces, images, where=f"{self.where}: {name}")
                     pieces.drain()
@@ -65,29 +65,3 @@ class ImportedFile:
                 document = Fields(canonical_json.read_object(data, where=self.where), self.where)
                 yield descriptor(document.object("config"))
                 yield from (descriptor(layer) for layer in document.objects("layers"))
-
-
-class _Checked:
-    """A member's bytes; the last piece is given out only after the digest has held."""
-
-    def __init__(self, members: Members, blob: Descriptor, where: str) -> None:
-        self._members, self._blob, self._where = members, blob, where
-        self._iterator = self._pieces()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self._iterator
-
-    def drain(self) -> None:
-        """Read what a reader left over, up to the check."""
-        for _ in self._iterator:
-            pass
-
-    def _pieces(self) -> Iterator[bytes]:
-        digest, left = hashlib.sha256(), self._blob.size
-        while left:
-            piece = self._members.tar.read(min(left, PIECE_BYTES))
-            digest.update(piece)
-            left -= len(piece)
-            if not left and f"sha256:{digest.hexdigest()}" != self._blob.digest:
-                raise ContentMismatch(where=self._where, what="sha256")
-            yield piece

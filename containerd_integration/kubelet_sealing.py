@@ -8,6 +8,7 @@ Refuses links, sub-folders and unsafe names below checkpoint/. Called by `kubele
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tarfile
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from containerd_integration.work_folder import locked
 from gpu_state.node_facts import gather
 from image_format import canonical_json, security_config
 from image_format.archives.archive import PREFIX, SPEC_NAME
@@ -39,7 +41,7 @@ def seal_archive(path: Path, *, etc: Path) -> None:
     """Add record, index, manifest and signature to the archive."""
     key = load_signing_key(etc / NODE_KEY)
     before = path.stat()
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name, locked(Path(name)):
         folder = Path(name)
         documents = _take_apart(path, folder)
         seal(folder, _record(documents, path), key)
@@ -50,6 +52,13 @@ def seal_archive(path: Path, *, etc: Path) -> None:
         if (now.st_ino, now.st_mtime_ns, now.st_size) != (before.st_ino, before.st_mtime_ns, before.st_size):
             raise ImageError(where=path, what="it was changed while it was being sealed", remedy="It is tried again.")
         partial.replace(path)
+
+
+def remove_half_sealed(parent: Path) -> None:
+    """What a killed service left beside the archives: a copy of a whole checkpoint. One that is at work holds its lock."""
+    for folder in parent.glob(".checkpoint-*.tar.*"):
+        with contextlib.suppress(OSError), locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_apart(path: Path, folder: Path) -> dict[str, bytes]:

@@ -13,12 +13,13 @@ import os
 import re
 import select
 import shutil
+import stat
 import subprocess
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from containerd_integration.kubelet_sealing import seal_archive
+from containerd_integration.kubelet_sealing import remove_half_sealed, seal_archive
 from containerd_integration.leftovers import find_leftovers, remove
 from image_format import canonical_json
 from image_format.archives import archive
@@ -73,14 +74,10 @@ class KubeletWatch:
     def catch_up(self) -> int:
         """All archives that are whole and not done; how many of them failed."""
         failed = 0
+        remove_half_sealed(self.folder)
         for path in sorted(self.folder.glob(PATTERN)):
-            try:
-                found = path.lstat()
-            except FileNotFoundError:
-                continue
-            if self._is_done(path.name, found) or self._is_hopeless(path.name, found) or not is_whole(path):
-                continue
-            failed += not self._take(path)
+            if self._is_due(path):
+                failed += not self._take(path)
         for leftover in find_leftovers():
             remove(leftover)
         return failed
@@ -138,6 +135,15 @@ class KubeletWatch:
         return reference
 
     # ---- what was done ---------------------------------------------------------------------------
+
+    def _is_due(self, path: Path) -> bool:
+        """A whole file that is not done; what is gone by now, and what is no file, is nobody's to seal."""
+        try:
+            found = path.lstat()
+            is_open_question = not self._is_done(path.name, found) and not self._is_hopeless(path.name, found)
+            return stat.S_ISREG(found.st_mode) and is_open_question and is_whole(path)
+        except OSError:
+            return False
 
     def _is_done(self, name: str, found: os.stat_result) -> bool:
         noted = self._noted.get(name)

@@ -8,6 +8,7 @@ Called by `vgpu containerd clean`, `vgpu containerd watch`, and before each comm
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -52,7 +53,9 @@ def find_own(base: Path) -> list[Leftover]:
 
 def remove(leftover: Leftover) -> None:
     """Remove a folder that may go; one that has changed its owner meanwhile stays."""
-    if leftover.reason is None and _is_real_folder(leftover.path):
+    if leftover.reason is not None or not _is_real_folder(leftover.path):
+        return
+    with contextlib.suppress(OSError), locked(leftover.path):  # a command that began meanwhile holds the lock
         shutil.rmtree(leftover.path, ignore_errors=True)
 
 
@@ -77,9 +80,11 @@ def used_paths(proc: Path) -> set[str]:
 def _reason(path: Path, used: set[str], min_age_s: float) -> str | None:
     if any(one == str(path) or one.startswith(f"{path}/") for one in used):
         return "in use"
-    newest = max((entry.lstat().st_mtime for entry in [path, *path.iterdir()]), default=0.0)
-    # Unpacking keeps the files' own times, so the folder's change time counts as well.
-    newest = max(newest, path.lstat().st_ctime)
+    newest = time.time()
+    with contextlib.suppress(OSError):  # gone meanwhile: young
+        found = [entry.lstat() for entry in [path, *path.iterdir()]]
+        # Unpacking keeps the files' own times, so the folder's change time counts as well.
+        newest = max(found[0].st_ctime, *(entry.st_mtime for entry in found))
     return f"younger than {min_age_s:g} s" if time.time() - newest < min_age_s else None
 
 
@@ -107,7 +112,13 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    """Its owner may be removing it just now: what is gone counts nothing."""
+    size = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += Path(folder, name).lstat().st_size
+    return size
 
 
 def _target(link: Path) -> str:

@@ -1,8 +1,8 @@
-"""`vgpu containerd restore`: a checkpoint image, or an exported file, as a running container.
+"""`vgpu containerd restore`: a checkpoint image, here or in a registry, or an exported file, as a running container.
 
 The steps, and what a crash after each leaves behind:
 
-1. look      image or file, its index; a container of that name is refused        nothing
+1. look      image, registry or file, its index; a container of that name is refused        nothing
 2. content   lease, base image under its name and unpacked, CRIU's files          an image that is whole; a folder and a
              in a folder of ours                                                   lease that are swept or expire
 3. files     snapshot for the container, with what the container had changed       the same, under the lease
@@ -10,7 +10,7 @@ The steps, and what a crash after each leaves behind:
 5. start     the runtime's restore: verifies, restores, loads the GPU side         a running container
 6. clear     folder and lease removed                                              swept by the next command
 
-An error undoes the steps from the last one back; the checkpoint stays as it is. Signature, digests, configuration and
+An error or a signal undoes the steps from the last one back; the checkpoint stays as it is. Signature, digests, configuration and
 the node's fitness are checked by vgpu-runtime in step 5, before CRIU sees anything. Refuses containers with a terminal.
 Called by the verb `containerd`.
 """
@@ -31,20 +31,31 @@ from containerd_integration.api.wire import message, wire_descriptor
 from containerd_integration.checkpointing import CHECKPOINT_OPTIONS, LEASE_HOURS, WORK_DIRECTORY
 from containerd_integration.flat_tar import unpack
 from containerd_integration.imported_file import ImportedFile
+from containerd_integration.interruption import Interruption
 from containerd_integration.leases import leased
+from containerd_integration.remote_image import RemoteImage, is_local
 from containerd_integration.watcher import Silent
 from containerd_integration.work_folder import work_folder
-from gpu_state.undo import Undo
 from image_format.archives import containerd_index
-from vgpu_errors import ContentMismatch, EngineFailed, ImageError, NoSuchImage, RestoreFailed, UnsupportedRequest
+from vgpu_errors import (
+    ContentMismatch,
+    EngineFailed,
+    ImageError,
+    NoSuchImage,
+    RestoreFailed,
+    UnsupportedRequest,
+    VgpuError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from containerd_integration.api.connection import Connection
     from containerd_integration.watcher import Watcher
+    from gpu_state.undo import Undo
     from image_format.archives.containerd_index import CheckpointIndex, Descriptor
+    from image_format.registry import Registry
 
 START_S = 600.0
 MAX_LOG_LINES = 10
@@ -60,6 +71,8 @@ class Wish:
     name: str
     reference: str = ""
     file: Path | None = None
+    open_registry: Callable[[str], Registry] | None = None
+    """Where an image is looked for that containerd does not have; None: nowhere."""
     snapshotter: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     log_uri: str = tasks.NO_LOG
@@ -89,21 +102,26 @@ class _Restoring:
     def __init__(self, connection: Connection, wish: Wish, watcher: Watcher) -> None:
         self.connection, self.wish, self.watcher = connection, wish, watcher
         self.where = str(wish.file or wish.reference)
+        self.source: ImportedFile | RemoteImage | None = None
+        """Where the checkpoint is, unless in the content store."""
 
     def run(self) -> Restored:
         """All steps in their order."""
         self.refuse_taken_name()
         with (
+            Interruption() as self.interruption,
             leased(self.connection, "restore", hours=LEASE_HOURS) as lease,
             work_folder(self.wish.work_directory, "restore-") as self.folder,
         ):
             self.store = ContentStore(self.connection, lease)
-            with Undo() as undo:
-                self.index = self.read_index()
-                self.fetch_content()
+            with self.interruption.undoing() as undo:
+                with contextlib.ExitStack() as connections:
+                    self.index = self.read_index(connections)
+                    self.fetch_content()
                 self.read_documents()
                 rootfs = self.prepare_files(undo)
                 container = self.create_container(undo)
+                undo.push(tasks.remove_task, self.connection, container.id, deadline_s=self.wish.deadline_s)
                 pid = self.start(container, rootfs)
                 undo.keep()
         return Restored(pid, self.index.image_name, self.snapshotter)
@@ -119,27 +137,43 @@ class _Restoring:
                 remedy=f"Remove it with 'ctr -n {self.connection.namespace} container rm', or give another name.",
             )
 
-    def read_index(self) -> CheckpointIndex:
-        """The checkpoint's index, out of the file or of the content store."""
+    def read_index(self, connections: contextlib.ExitStack) -> CheckpointIndex:
+        """The checkpoint's index, out of the file, of the content store or of a registry."""
         if self.wish.file is not None:
-            self.file = ImportedFile(self.wish.file)
-            return self.file.index
+            self.source = ImportedFile(self.wish.file)
+            return self.source.index
         target = base_image.find_target(self.connection, self.wish.reference)
         if target is None:
-            raise NoSuchImage(
-                path=self.wish.reference,
-                what="containerd has no such image",
-                remedy=f"Fetch it with 'ctr -n {self.connection.namespace} content fetch {self.wish.reference}'.",
-            )
+            self.source = self.remote_image(connections)
+            return self.source.index
         data = self.store.document(target.digest, target.size, where=self.where)
         return containerd_index.parse(data, where=self.where)
+
+    def remote_image(self, connections: contextlib.ExitStack) -> RemoteImage:
+        """The image in its registry."""
+        if self.wish.open_registry is None or is_local(self.wish.reference):
+            raise NoSuchImage(
+                path=self.wish.reference,
+                what=f"containerd has no such image in the namespace {self.connection.namespace}",
+                remedy="'ctr images ls' lists those that are there; a name with a registry's host is pulled.",
+            )
+        try:
+            registry = connections.enter_context(self.wish.open_registry(self.wish.reference))
+            return RemoteImage(registry, has_image=self.has_image)
+        except VgpuError as problem:
+            problem.add_note(f"containerd has no image {self.wish.reference}, so it was asked for in its registry")
+            raise
+
+    def has_image(self, name: str) -> bool:
+        """The node has an image of this name, which is then the container's."""
+        return bool(name) and base_image.find_target(self.connection, name) is not None
 
     def fetch_content(self) -> None:
         """Everything into the content store, and CRIU's files into the folder."""
         criu = self.index.need(containerd_index.CRIU_TYPE, where=self.where)
         with self.watcher.phase("unpack"):
-            if self.wish.file is not None:
-                self.file.bring_in(self.store, self.folder.images, on_progress=self.watcher.bytes)
+            if self.source is not None:
+                self.source.bring_in(self.store, self.folder.images, on_progress=self.watcher.bytes)
                 return
             digest = hashlib.sha256()
             unpack(self._hashed(criu, digest), self.folder.images, where=self.where)
@@ -207,8 +241,9 @@ class _Restoring:
                 self.connection, self.store, self.base_manifest(), self.snapshotter, where=self.index.image_name
             )
             place: dict[str, Any] = {"snapshotter": self.snapshotter, "key": self.wish.name}
-            mounts = self.connection.call("snapshots", "Prepare", **place, parent=parent).mounts
-            undo.push(self.connection.call, "snapshots", "Remove", **place)
+            with self.interruption.held():
+                mounts = self.connection.call("snapshots", "Prepare", **place, parent=parent).mounts
+                undo.push(self.connection.call, "snapshots", "Remove", **place)
             changed = self.index.find(containerd_index.RW_TYPE)
             if changed is not None:
                 self.connection.call("diff", "Apply", diff=wire_descriptor(changed), mounts=mounts, deadline_s=FILES_S)
@@ -247,12 +282,13 @@ class _Restoring:
         if options is not None:
             container.runtime.options.CopyFrom(options)
         try:
-            self.connection.call("containers", "Create", container=container)
+            with self.interruption.held():
+                self.connection.call("containers", "Create", container=container)
+                undo.push(self.connection.call, "containers", "Delete", id=self.wish.name)
         except EngineFailed as problem:
             if is_there_already(problem):
                 raise UnsupportedRequest(what=f"there is a container {self.wish.name} already") from problem
             raise
-        undo.push(self.connection.call, "containers", "Delete", id=self.wish.name)
         return container
 
     def start(self, container: Any, rootfs: Any) -> int:

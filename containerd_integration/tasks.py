@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from containerd_integration.api.connection import Connection
     from containerd_integration.work_folder import WorkFolder
 
-CREATED, RUNNING, STOPPED, PAUSED, PAUSING = 1, 2, 3, 4, 5
+UNKNOWN, CREATED, RUNNING, STOPPED, PAUSED, PAUSING = 0, 1, 2, 3, 4, 5
 END_S = 30.0
+SOON_S = 5.0
 POLL_S = 0.02
 # Pipes whose other end containerd's shim empties: see _empty_input.
 NO_LOG = "file:///dev/null"
@@ -51,9 +52,32 @@ def wait_for(connection: Connection, container: str, status: int, *, deadline_s:
         time.sleep(POLL_S)
 
 
-def remove_task(connection: Connection, container: str) -> None:
+def settled(connection: Connection, container: str, *, deadline_s: float = END_S) -> int | None:
+    """The task's status once its runtime is at rest, or None where there is no task.
+
+    While the runtime checkpoints or restores, the shim answers nothing and containerd gives up asking it after 2 s.
+    """
+    ends = time.monotonic() + deadline_s
+    while (status := status_of(connection, container)) == UNKNOWN:
+        if time.monotonic() > ends:
+            raise DeadlineExceeded(phase=f"the wait for the runtime of {container}", seconds=f"{deadline_s:g}")
+        time.sleep(POLL_S)
+    return status
+
+
+def ends_soon(connection: Connection, container: str) -> bool:
+    """Whether a task ends that its runtime has just ended, as it seems: containerd hears of an end a moment later."""
+    ends = time.monotonic() + SOON_S
+    while status_of(connection, container) not in (STOPPED, None):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def remove_task(connection: Connection, container: str, *, deadline_s: float = END_S) -> None:
     """End what is left of a task and forget it; a container without a task is left alone."""
-    if status_of(connection, container) is None:
+    if settled(connection, container, deadline_s=deadline_s) is None:
         return
     with contextlib.suppress(EngineFailed):  # ended already
         connection.call("tasks", "Kill", container_id=container, signal=signal.SIGKILL, all=True)
@@ -81,7 +105,7 @@ def start_from(
             return int(connection.call("tasks", "Start", container_id=container.id, deadline_s=deadline_s).pid)
         except BaseException as problem:
             try:
-                remove_task(connection, container.id)
+                remove_task(connection, container.id, deadline_s=deadline_s)
             except (EngineFailed, DeadlineExceeded) as failure:
                 problem.add_note(f"while removing the task: {failure}")
             raise

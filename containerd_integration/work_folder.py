@@ -58,14 +58,18 @@ class WorkFolder:
 def work_folder(base: Path, prefix: str) -> Iterator[WorkFolder]:
     """A new folder, removed at the end of the block unless it is needed."""
     folder = WorkFolder(base / f"{prefix}{uuid.uuid4().hex[:12]}")
-    folder.path.mkdir(mode=0o700, parents=True)
-    with locked(folder.path):
-        folder.images.mkdir(mode=0o700)
-        folder.work.mkdir(mode=0o700)
+    # Locked before it has the name by which another command's sweep would find it.
+    unlocked = base / f".{folder.path.name}"
+    unlocked.mkdir(mode=0o700, parents=True)
+    with locked(unlocked):
         try:
+            unlocked.rename(folder.path)
+            folder.images.mkdir(mode=0o700)
+            folder.work.mkdir(mode=0o700)
             yield folder
         finally:
             if not folder.is_needed:
+                shutil.rmtree(unlocked, ignore_errors=True)
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from image_format import security_config
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
 from image_format.trust.seen_generations import SeenGenerations
-from runtime_shim.host_namespaces import without_host_namespaces
+from runtime_shim.host_namespaces import joined_host_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,9 +58,15 @@ def build_record(
         processes=tuple(map(process_entry, processes)),
         devices=tuple(DeviceEntry(d.uuid, d.name, d.memory_bytes) for d in facts.devices if d.uuid in used),
         requirements=tuple(requirements_from(facts, processes, preload_build=preload_build(state))),
-        security=security_config.project(without_host_namespaces(config), bundle=bundle, container_id=container_id),
+        security=_security(config, bundle, container_id),
         phases=tuple(phases),
     )
+
+
+def _security(config: Mapping[str, Any], bundle: str, container_id: str) -> dict[str, Any]:
+    projection = security_config.project(dict(config), bundle=bundle, container_id=container_id)
+    joined = joined_host_namespaces(config)
+    return projection | ({security_config.HOST_NAMESPACES: joined} if joined else {})
 
 
 def _next_generation(container_id: str, state: Mapping[str, Any]) -> int:

@@ -28,6 +28,7 @@ from oci_hook.bundle_file import BundleFile
 from oci_hook.gpu_detection import is_gpu_container
 from runtime_shim import debug_log, freezer, seen, state_file, store_side
 from runtime_shim.guard import Guard, end_container
+from runtime_shim.host_namespaces import host_namespaces_added
 from runtime_shim.injection import injected_bundle
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.supervise import Finished, run_child
@@ -108,7 +109,7 @@ class _Restore:
     def verify(self) -> Record | None:
         """Gates 1 and 2."""
         policy = Policy.load()
-        store_side.bring_back(self.settings, self.image_path, self.id, policy)
+        store_side.bring_back(self.settings, self.image_path, self.id, policy, self.deadline)
         verified = verify_directory(self.image_path, policy, defer_vram=True)
         seen.check(verified, policy, self.settings, where=str(self.image_path))
         if verified.record is not None:
@@ -150,6 +151,7 @@ class _Restore:
         facts, free_bytes = self.look_at_node()
         now = security_config.project(dict(self.config), bundle=str(self.bundle), container_id=self.id)
         changed = security_config.differences(dict(record.security), now)
+        changed += host_namespaces_added(record.security, self.config)
         found = findings(record, facts, free_bytes)
         for finding in found:
             debug_log.write(self.settings, f"restore {self.id}: {finding}")

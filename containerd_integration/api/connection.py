@@ -35,8 +35,10 @@ SERVICES = {
 class Connection:
     """containerd behind one socket."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, namespace: str = DEFAULT_NAMESPACE) -> None:
-        self.address, self.namespace = address, namespace
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, namespace: str = DEFAULT_NAMESPACE, *, connect_s: float = CONNECT_S
+    ) -> None:
+        self.address, self.namespace, self._connect_s = address, namespace, connect_s
         self._lease = ""
         limits = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -49,7 +51,9 @@ class Connection:
     def __enter__(self) -> Self:
         try:
             # A socket that is not there will not come while a command waits for it.
-            grpc.channel_ready_future(self._channel).result(timeout=CONNECT_S if Path(self.address).exists() else 0)
+            grpc.channel_ready_future(self._channel).result(
+                timeout=self._connect_s if Path(self.address).exists() else 0
+            )
         except grpc.FutureTimeoutError as problem:
             self._channel.close()
             raise NodeError(

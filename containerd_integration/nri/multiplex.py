@@ -1,7 +1,7 @@
 """NRI's multiplexer: several byte streams over one socket (frame: stream id, length, both 32-bit big-endian; then bytes).
 
 The frames of one stream put together are its bytes; where frames begin and end means nothing to the reader. Refuses a
-frame above the protocol's own limit before it reads it. Every read has a deadline.
+frame above the protocol's own limit before it reads it. Every write has a deadline, and every read that is given one.
 Called by `plugin` and by the tests' simulator of containerd's side.
 """
 
@@ -22,6 +22,9 @@ HEADER = struct.Struct(">II")
 LARGEST_FRAME = (4 << 20) + 10
 # containerd reads a message's first frame into a buffer of this size.
 FIRST_FRAME = 4096
+
+# A runtime that reads nothing for so long has given the plugin up.
+WRITE_S = 5.0
 
 PLUGIN_STREAM = 1
 RUNTIME_STREAM = 2
@@ -46,6 +49,7 @@ class Multiplexer:
             if piece:
                 frames += HEADER.pack(stream, len(piece)) + piece
         try:
+            self._trunk.settimeout(WRITE_S)
             self._trunk.sendall(frames)
         except OSError as error:
             raise ConnectionLost(str(error)) from error

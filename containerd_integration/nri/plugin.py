@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from oci_hook.settings import Settings
 
 DEFAULT_SOCKET = "/var/run/nri/nri.sock"
+GIVEN_SOCKET = "NRI_PLUGIN_SOCKET"
 PACKAGE = "nri.pkg.api.v1alpha1"
 RUNTIME_SERVICE = f"{PACKAGE}.Runtime"
 PLUGIN_SERVICE = f"{PACKAGE}.Plugin"
@@ -190,7 +191,10 @@ class Plugin:
 
 
 def keep_serving(plugin: Plugin, address: str, say: Callable[[str], None]) -> None:
-    """Serve for ever: a runtime that restarts is waited for, longer each time."""
+    """Serve for ever: a runtime that restarts is waited for, longer each time.
+
+    One that started this program by itself starts it again, too: with its connection this ends.
+    """
     pause_s = FIRST_PAUSE_S
     while True:
         began = time.monotonic()
@@ -200,13 +204,15 @@ def keep_serving(plugin: Plugin, address: str, say: Callable[[str], None]) -> No
             say(str(error))
         except (NodeError, DeadlineExceeded, EngineFailed) as error:
             say(f"{error} Next try in {pause_s:g} s.")
+        if GIVEN_SOCKET in os.environ:
+            return
         pause_s = FIRST_PAUSE_S if time.monotonic() - began > LASTED_S else min(pause_s * 2, LONGEST_PAUSE_S)
         time.sleep(pause_s)
 
 
 def connected(address: str) -> socket.socket:
     """The socket that a runtime gave us when it started this program, or a connection to its address."""
-    given = os.environ.get("NRI_PLUGIN_SOCKET")
+    given = os.environ.get(GIVEN_SOCKET)
     if given is not None:
         return socket.socket(fileno=int(given))
     trunk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -54,9 +54,9 @@ class LayeredTree(Tree):
 def layers_of(address: str, container_id: str, snapshotter: str) -> tuple[str, ...] | None:
     """Folders of the container's snapshot, topmost first; None where containerd does not say."""
     try:
-        with Connection(address, NAMESPACE) as containerd:
+        with Connection(address, NAMESPACE, connect_s=DEADLINE_S / 2) as containerd:
             found = containerd.call(
-                "snapshots", "Mounts", deadline_s=DEADLINE_S, snapshotter=snapshotter, key=container_id
+                "snapshots", "Mounts", deadline_s=DEADLINE_S / 2, snapshotter=snapshotter, key=container_id
             )
     except VgpuError:
         return None

@@ -10,14 +10,17 @@ field() {
     kubectl -n "$namespace" get pod "$pod" -o "jsonpath={$1}"
 }
 
-pod=$(kubectl -n "$namespace" get pod -l "job-name=$job" --field-selector status.phase=Running -o 'jsonpath={.items[0].metadata.name}')
+pod=$(kubectl -n "$namespace" get pod -l "job-name=$job" --field-selector status.phase=Running -o 'jsonpath={.items[*].metadata.name}')
+pod=${pod%% *}
+[ -n "$pod" ] || { echo "preempt: no pod of the job $job runs in $namespace" >&2; exit 1; }
 node=$(field .spec.nodeName) address=$(field .status.hostIP)
+case $address in *:*) address="[$address]" ;; esac
 token=$(kubectl -n vgpu-system create token vgpu-checkpointer --duration 10m)
 
 if [ "${KUBELET_INSECURE:-no}" = yes ]; then
     set -- --insecure
 else
-    set -- --cacert "${KUBELET_CA:?the file of the CA that signs the kubelets\' certificates}"
+    set -- --cacert "${KUBELET_CA:?the file of the CA that signs the certificates of kubelets}"
 fi
 # The token goes through standard input: a command line is everybody's to read.
 answer=$(printf 'header = "Authorization: Bearer %s"\n' "$token" |
@@ -26,8 +29,10 @@ answer=$(printf 'header = "Authorization: Bearer %s"\n' "$token" |
 archive=$(printf '%s' "$answer" | sed -n 's/.*"\(\/[^"]*\.tar\)".*/\1/p')
 [ -n "$archive" ] || { echo "preempt: the kubelet named no archive: $answer" >&2; exit 1; }
 
-agent=$(kubectl -n vgpu-system get pod -l app.kubernetes.io/name=vgpu-node --field-selector "spec.nodeName=$node" \
-    -o 'jsonpath={.items[0].metadata.name}')
+agent=$(kubectl -n vgpu-system get pod -l app.kubernetes.io/name=vgpu-node --field-selector "spec.nodeName=$node,status.phase=Running" \
+    -o 'jsonpath={.items[*].metadata.name}')
+agent=${agent%% *}
+[ -n "$agent" ] || { echo "preempt: no pod of vgpu-snapshot runs on $node; the checkpoint is there: $archive" >&2; exit 1; }
 reference=$(kubectl -n vgpu-system exec "$agent" -c archives -- /opt/vgpu/pushed.sh "$archive" "$deadline")
 
 kubectl -n "$namespace" delete job "$job" --cascade=foreground

@@ -49,17 +49,20 @@ def make(archive: Path, image: Path, reference: str, container: str) -> None:
     manifest = encoded(manifest_of(described(CONFIG, config), layer, container))
     index = encoded(index_of(described(MANIFEST, manifest), reference, container))
     partial = image.with_name(image.name + ".partial")
-    with tarfile.open(partial, "w") as out:
-        add(out, "oci-layout", encoded({"imageLayoutVersion": "1.0.0"}))
-        add(out, "index.json", index)
-        for data in (config, manifest):
-            add(out, blob(described("", data)["digest"]), data)
-        entry = tarfile.TarInfo(blob(layer["digest"]))
-        entry.size = layer["size"]
-        with archive.open("rb") as content:
-            out.addfile(entry, content)
-    partial.chmod(0o600)
-    partial.rename(image)
+    try:
+        with tarfile.open(partial, "w") as out:
+            add(out, "oci-layout", encoded({"imageLayoutVersion": "1.0.0"}))
+            add(out, "index.json", index)
+            for data in (config, manifest):
+                add(out, blob(described("", data)["digest"]), data)
+            entry = tarfile.TarInfo(blob(layer["digest"]))
+            entry.size = layer["size"]
+            with archive.open("rb") as content:
+                out.addfile(entry, content)
+        partial.chmod(0o600)
+        partial.rename(image)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check(archive: Path) -> None:
@@ -70,7 +73,7 @@ def check(archive: Path) -> None:
             if not (entry.isreg() or entry.isdir()):
                 message = f"{archive}: {entry.name} is no plain file"
                 raise ValueError(message)
-            names.add(entry.name.lstrip("./"))
+            names.add(entry.name.removeprefix("./"))
     if "config.dump" not in names or not any(name.startswith("checkpoint/") for name in names):
         message = f"{archive} is no checkpoint of a kubelet: config.dump or checkpoint/ is missing"
         raise ValueError(message)

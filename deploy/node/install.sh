@@ -2,11 +2,17 @@
 # Installs vgpu-snapshot into the node whose root is mounted at /host, and sets its containerd up. Run by the init
 # container of deploy/daemonset.yaml, again after every update; a second run changes nothing.
 # Refuses a node whose Python no package of this image is made for. Restarts containerd only where its files changed.
-# A failure in the middle leaves the node's containerd as it was: the setup is its last change but one.
+# A failure in the middle leaves the node's containerd as it was until it is restarted, and the next run, which finds the
+# files changed already, still restarts it: how they were at first is kept below /run until then.
 set -eu
 host=${VGPU_HOST:-/host}
 packages=${VGPU_PACKAGES:-/opt/vgpu/packages}
 trusted=${VGPU_TRUSTED:-/etc/vgpu-trusted}
+unread=$host/run/vgpu-install.before
+copy=
+trap '[ -z "$copy" ] || rm -f "$copy"' EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 
 on_node() {
     chroot "$host" "$@"
@@ -34,7 +40,7 @@ tar -C "$host" --no-same-owner -xzf "$package"
 configuration() {
     cat "$host/etc/containerd/config.toml" "$host"/etc/containerd/conf.d/*.toml 2>/dev/null | sha256sum
 }
-before=$(configuration)
+[ -e "$unread" ] || configuration >"$unread"
 set -- setup containerd
 [ -z "${VGPU_LOW_LEVEL_RUNTIME:-}" ] || set -- "$@" --low-level-runtime "$VGPU_LOW_LEVEL_RUNTIME"
 [ -z "${VGPU_DRIVER_DIR:-}" ] || set -- "$@" --driver-dir "$VGPU_DRIVER_DIR"
@@ -45,16 +51,17 @@ for key in "$trusted"/*.pub; do
     copy=$(mktemp "$host/run/vgpu-key-XXXXXX")
     cat "$key" >"$copy"
     on_node /usr/bin/vgpu trust add "${copy#"$host"}"
-    rm "$copy"
+    rm -f "$copy"
 done
 
 mkdir -p "$host/run/vgpu" "$host/var/lib/vgpu"
 service daemon-reload && service enable --now vgpu-agent ||
     echo "install: no systemd here; vgpu-runtime starts the agent when it needs it"
-if [ "$before" != "$(configuration)" ]; then
+if [ "$(cat "$unread")" != "$(configuration)" ]; then
     if [ "${VGPU_RESTART_CONTAINERD:-yes}" = yes ] && service restart containerd; then
         echo "install: containerd was restarted"
     else
         echo "install: restart containerd on this node to make it read the handler vgpu-runtime" >&2
     fi
 fi
+rm -f "$unread"

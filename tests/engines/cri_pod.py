@@ -19,6 +19,7 @@ from tests.engines.prepared import SOFTWARE_DRIVER, SOFTWARE_STATE
 
 HANDLER = "vgpu-runtime"
 OUT = "/tmp/steps"
+WITHOUT_GPU = ["sh", "-c", f"n=0; while :; do n=$((n+1)); echo step $n - ok >> {OUT}; sleep 0.05; done"]
 IMAGE = "localhost:5000/vgpu-test:glibc"
 PAUSE = "localhost/vgpu-test-pause:1"
 RUNTIME, IMAGES = "runtime.v1.RuntimeService", "runtime.v1.ImageService"
@@ -99,8 +100,8 @@ def connection(node) -> Connection:
 class Pod:
     """One pod with one container."""
 
-    def __init__(self, node, cri: Connection, name: str = "trainer") -> None:
-        self.node, self.cri, self.name = node, cri, name
+    def __init__(self, node, cri: Connection, name: str = "trainer", *, gpu: bool = True) -> None:
+        self.node, self.cri, self.name, self.has_gpu = node, cri, name, gpu
         self.id = self.container = ""
 
     def call(self, verb: str, deadline_s: float = 120, **fields):
@@ -120,11 +121,11 @@ class Pod:
         return message("runtime.v1.ContainerConfig")(
             metadata={"name": "counter"},
             image={"image": image},
-            command=["counter", "--out", OUT, "--mib", "8", "--interval", "50"],
+            command=["counter", "--out", OUT, "--mib", "8", "--interval", "50"] if self.has_gpu else WITHOUT_GPU,
             labels={"io.kubernetes.container.name": "counter", "io.kubernetes.pod.name": self.name},
             log_path="counter.log",
             linux={"security_context": {"namespace_options": {"network": HOST_NETWORK}}},
-            CDI_devices=[{"name": "vgpu.snapshot/gpu=all"}],
+            CDI_devices=[{"name": "vgpu.snapshot/gpu=all"}] if self.has_gpu else [],
         )
 
     def run(self, image: str = IMAGE) -> Pod:

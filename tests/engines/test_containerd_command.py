@@ -284,7 +284,7 @@ def test_options_of_the_checkpoint_hold_for_the_restore(counter):
         (("checkpoint", "counter"), 10, "either REF or --export"),
         (("checkpoint", "counter", "x", "--compress", "zstd"), 10, "--compress"),
         (("restore", "only-one"), 10, "REF NAME"),
-        (("restore", "localhost/none:1", "again"), 14, "ctr -n default content fetch"),
+        (("restore", "localhost/none:1", "again"), 14, "no such image in the namespace default"),
         (("restore", "--import", "/etc/passwd", "again"), 50, "passwd"),
         (("checkpoint", "x", "y", "--address", "/run/none.sock"), 20, "--address"),
     ],

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.engines.ctr_container import RUNC, CtrContainer
+from tests.engines.ctr_container import IMAGE, RUNC, CtrContainer
 from tests.engines.prepared import configured, trust
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
@@ -88,16 +88,23 @@ def test_registry_carries_it_to_the_second_node(counter, two_nodes):
     checkpoint_again(restored)
 
 
-def test_what_vgpu_made_goes_through_the_registry_too(counter, two_nodes):
+def test_restore_pulls_what_containerd_does_not_have(counter, two_nodes):
+    """One command on the second node, which has neither the checkpoint nor the container's image."""
     first, second, reference = two_nodes
     step = counter.step()
     first.run(["vgpu", "containerd", "checkpoint", counter.name, reference], timeout=90)
     first.run(["ctr", "image", "push", "--plain-http", reference], timeout=90)
-    second.run(["ctr", *fetch(second), "--plain-http", reference], timeout=90)
-    second.run(["vgpu", "containerd", "restore", reference, "restored"], timeout=90)
+    second.run(["sh", "-c", "ctr image ls -q | xargs -r ctr image rm --sync"])
+    second.run(["vgpu", "containerd", "restore", "--plain-http", reference, "restored"], timeout=90)
     restored = CtrContainer(second, "restored")
     restored.goes_on(step)
+    assert second.run(["ctr", "image", "ls", "-q"]).stdout.split() == [IMAGE]
+    assert second.run(["sh", "-c", "ls -A /var/lib/vgpu/containerd; ctr leases ls -q"]).stdout == ""
     checkpoint_again(restored)
+    restored.remove()
+    done = second.run(["vgpu", "containerd", "restore", "--plain-http", f"{reference}0", "restored"], check=False)
+    assert done.returncode == 73
+    assert f"containerd has no image {reference}0, so it was asked for in its registry" in done.stderr
 
 
 def fetch(node):

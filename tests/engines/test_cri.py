@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import tarfile
 import time
@@ -13,8 +14,10 @@ import time
 import pytest
 
 from tests.engines.cri_pod import IMAGE, LOW_LEVEL, Pod, connection, prepare_cri
+from tests.engines.engine_drivers.base import flip
 from tests.engines.prepared import configured, prepare
 from tests.hosts.host import TestHost
+from tests.hosts.roots import REPOSITORY
 from vgpu_errors import EngineFailed
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
@@ -42,8 +45,8 @@ def pods(cri_node):
     made = []
     with connection(cri_node) as cri:
 
-        def make(name, image=IMAGE):
-            pod = Pod(cri_node, cri, name)
+        def make(name, image=IMAGE, *, gpu=True):
+            pod = Pod(cri_node, cri, name, gpu=gpu)
             made.append(pod)
             return pod.run(image)
 
@@ -80,14 +83,7 @@ def test_checkpoint_goes_on_and_restores_in_another_pod(trainer, pods):
 def test_a_damaged_archive_is_refused_before_anything_runs(trainer, pods):
     node = trainer.node
     trainer.checkpoint(ARCHIVE)
-    path = node.root / ARCHIVE.lstrip("/")
-    with tarfile.open(path) as tar:
-        member = tar.getmember("checkpoint/pages-1.img")
-    with path.open("rb+") as file:
-        file.seek(member.offset_data + member.size // 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_page(node)
     with pytest.raises(EngineFailed, match=r"content differs from the signed digest"):
         pods("second", ARCHIVE)
 
@@ -143,6 +139,40 @@ def test_watch_seals_what_came_unsealed(trainer):
     assert node.run(["ls", "-A", FOLDER]).stdout.splitlines() == [ARCHIVE.rpartition("/")[2]]
 
 
+def test_what_watch_sealed_restores_in_another_pod_with_every_check(trainer, pods):
+    """A container that vgpu-runtime did not seal: here one without a GPU, whose record says so."""
+    node, step = trainer.node, trainer.step()
+    plain = pods("plain", gpu=False)
+    step = plain.wait_for_step(3)
+    plain.checkpoint(ARCHIVE)
+    assert node.run(["vgpu", "verify", ARCHIVE], check=False).returncode == 60
+    assert "sealed and signed with this node's key" in watch_once(node).stderr
+    record = json.loads(node.run(["vgpu", "inspect", ARCHIVE, "--json"]).stdout)["record"]
+    assert record["processes"] == []
+    pods("second", ARCHIVE, gpu=False).goes_on(step)
+    flip_page(node)
+    with pytest.raises(EngineFailed, match=r"content differs from the signed digest"):
+        pods("third", ARCHIVE, gpu=False)
+
+
+def test_a_checkpoint_image_restores_too_and_runs_nothing_but_the_checkpoint(trainer, pods):
+    """As deploy/node/fetch.sh has it: pushed, pulled with its signature, made an image, imported."""
+    node, step = trainer.node, trainer.step()
+    trainer.checkpoint(ARCHIVE)
+    target = "localhost:5000/team/image"
+    pushed = re.search(r"pushed to (\S+)", watch_once(node, "--push-to", target).stderr)[1]
+    node.copy_in(REPOSITORY / "deploy/node/fetch.sh", "/opt/vgpu/fetch.sh")
+    node.copy_in(REPOSITORY / "deploy/node/checkpoint_image.py", "/opt/vgpu/checkpoint_image.py")
+    image = "localhost/vgpu/trainer:frozen"
+    environment = {"CHECKPOINT": pushed, "IMAGE": image, "CONTAINER": "counter", "VGPU_HOST": "/"}
+    node.run(["/opt/vgpu/fetch.sh"], env=environment, timeout=60)
+    assert node.run(["ls", "-A", "/var/lib/vgpu/fetched"]).stdout == ""
+    restored = pods("second", image)
+    assert "libvgpu.so" in restored.exec("sh", "-c", "cat /proc/[0-9]*/maps")
+    restored.goes_on(step)
+    node.run(["ctr", "-n", "k8s.io", "image", "rm", "--sync", image])
+
+
 def test_watch_names_what_is_damaged_and_waits_for_what_is_being_written(cri_node, pods):
     node = cri_node
     node.write(f"{FOLDER}/checkpoint-broken.tar", b"no tar at all" * 100)
@@ -154,6 +184,13 @@ def test_watch_names_what_is_damaged_and_waits_for_what_is_being_written(cri_nod
     assert "other.tar" not in done.stderr
     with (node.root / f"{FOLDER}/checkpoint-broken.tar".lstrip("/")).open("ab"):
         assert watch_once(node).stderr == ""
+
+
+def flip_page(node):
+    path = node.root / ARCHIVE.lstrip("/")
+    with tarfile.open(path) as tar:
+        member = tar.getmember("checkpoint/pages-1.img")
+    flip(path, member.offset_data + member.size // 2)
 
 
 def without_seal(data: bytes) -> bytes:

@@ -56,6 +56,16 @@ def test_a_node_whose_python_has_no_package_is_refused_and_untouched(node):
     assert not (node.root / "usr/bin/vgpu-runtime").exists()
 
 
+def test_an_install_that_failed_after_the_setup_is_not_taken_for_a_whole_one(node):
+    """The next one finds containerd's files changed already, and restarts it all the same: see the next test."""
+    node.write("/etc/vgpu-broken/other.pub", "no key")
+    done = install(node, check=False, VGPU_LOW_LEVEL_RUNTIME="/usr/sbin/runc", VGPU_TRUSTED="/etc/vgpu-broken")
+    assert done.returncode != 0
+    assert (node.root / "etc/containerd/conf.d/50-vgpu.toml").exists()
+    assert node.read("/var/log/systemctl") == ""
+    assert "vgpu-key" not in node.run(["ls", "/run"]).stdout
+
+
 def test_install_sets_the_node_up_and_restarts_containerd_once(node):
     done = install(node, VGPU_LOW_LEVEL_RUNTIME="/usr/sbin/runc")
     assert "containerd was restarted" in done.stdout

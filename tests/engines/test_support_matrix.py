@@ -1,5 +1,7 @@
 """The same scenarios on every engine; the outcome is the support matrix of docs/support-matrix.md.
 
+One container of each engine goes through all of them, in their order: each begins where the last one left it.
+
 A scenario that an engine cannot do is run all the same: it has to fail in the way that the driver's `gaps` state, and the
 matrix has the reason. The outcome must equal docs/support-matrix.json; VGPU_RECORD_MATRIX=1 writes that file and the table.
 """
@@ -36,39 +38,74 @@ pytestmark = [
 ]
 
 
-def run_with_gpu(engine, other, name):
+class Journey:
+    """One container of an engine on its way through all scenarios; one that fails leaves the next a container of its own."""
+
+    NAME = "traveller"
+
+    def __init__(self, engine, other) -> None:
+        self.engine, self.other = engine, other
+        self.is_under_way = self.has_been_restored = self.has_moved = False
+
+    def begin(self) -> None:
+        """A container that runs on the first node, or, once it has moved, on the second."""
+        if not self.is_under_way:
+            self.end()
+            self.engine.start(self.NAME)
+            self.engine.wait_for_step(self.NAME, 3)
+        self.is_under_way = False  # until the scenario has come to its end
+
+    def end(self) -> None:
+        for engine in (self.engine, self.other):
+            engine.remove(self.NAME)
+        self.has_been_restored = self.has_moved = False
+
+    def restore(self) -> None:
+        """Bring the frozen container back here."""
+        self.engine.bring_back(self.NAME)
+        self.has_been_restored = True
+
+    def move(self) -> None:
+        """To the other node, as one file."""
+        path = self.engine.export(self.NAME)
+        self.engine.host.copy_to(self.other.host, path)
+        self.other.bring_in(path, self.NAME)
+        self.has_moved = True
+
+
+def run_with_gpu(engine, name, journey):
     """It runs on the GPU, under our runtime, with the preload library in it."""
     # The image's own programs are static, so only the GPU program can have loaded it.
     maps = engine.exec(name, "sh", "-c", "cat /proc/[0-9]*/maps")
     assert "/run/vgpu-preload/libvgpu.so" in maps
 
 
-def checkpoint_leave_running(engine, other, name):
+def checkpoint_leave_running(engine, name, journey):
     step = engine.step(name)
     engine.checkpoint_running(name)
     assert engine.is_running(name)
     engine.goes_on(name, step)
 
 
-def restore_in_place(engine, other, name):
+def restore_in_place(engine, name, journey):
     step = engine.step(name)
     engine.freeze(name)
     assert not engine.is_running(name)
-    engine.bring_back(name)
+    journey.restore()
     assert engine.is_running(name)
     engine.goes_on(name, step)
 
 
-def second_checkpoint(engine, other, name):
+def second_checkpoint(engine, name, journey):
+    if not journey.has_been_restored:
+        restore_in_place(engine, name, journey)
+    step = engine.step(name)
     engine.freeze(name)
-    engine.bring_back(name)
-    step = engine.wait_for_step(name, 3)
-    engine.freeze(name)
-    engine.bring_back(name)
+    journey.restore()
     engine.goes_on(name, step)
 
 
-def tampered_refused(engine, other, name):
+def tampered_refused(engine, name, journey):
     """One bit of the CPU side's memory; the intact image is restored afterwards."""
     step = engine.step(name)
     engine.freeze(name)
@@ -78,40 +115,30 @@ def tampered_refused(engine, other, name):
         engine.bring_back(name)
     assert not engine.is_running(name)
     flip(path, at)
-    engine.bring_back(name)
+    journey.restore()
     engine.goes_on(name, step)
 
 
-def agent_killed(engine, other, name):
+def agent_killed(engine, name, journey):
     step = engine.step(name)
     kill_agent(engine.host)
     engine.freeze(name)
     kill_agent(engine.host)
-    engine.bring_back(name)
+    journey.restore()
     engine.goes_on(name, step)
 
 
-def move_to_another_node(engine, other, name):
+def move_to_another_node(engine, name, journey):
     step = engine.step(name)
-    path = engine.export(name)
-    engine.host.copy_to(other.host, path)
-    try:
-        other.bring_in(path, name)
-        other.goes_on(name, step, has_its_files=engine.keeps_files)
-    finally:
-        other.remove(name)
+    journey.move()
+    journey.other.goes_on(name, step, has_its_files=engine.keeps_files)
 
 
-def files_come_along(engine, other, name):
+def files_come_along(engine, name, journey):
     """What the container wrote into its own file system is there on the other node."""
-    step = engine.step(name)
-    path = engine.export(name)
-    engine.host.copy_to(other.host, path)
-    try:
-        other.bring_in(path, name)
-        other.goes_on(name, step)
-    finally:
-        other.remove(name)
+    if not journey.has_moved:
+        journey.move()
+    journey.other.goes_on(name, journey.other.step(name))
 
 
 SCENARIOS = (
@@ -149,7 +176,7 @@ def machines():
 
 
 @pytest.fixture(scope="module")
-def engines(machines, request):
+def journey(machines, request):
     """One engine on two nodes, the second trusting the first."""
     hosts = machines(request.param)
     found = tuple(request.param(host) for host in hosts)
@@ -160,25 +187,23 @@ def engines(machines, request):
         if request.param.row == "docker":
             trust(hosts[1], hosts[0])
         OUTCOMES[request.param.label] = {"versions": found[0].versions(), "results": {}}
-        yield found
+        journey = Journey(*found)
+        yield journey
+        journey.end()
 
 
-@pytest.mark.parametrize("engines", ENGINES, ids=lambda engine: engine.label, indirect=True)
+@pytest.mark.parametrize("journey", ENGINES, ids=lambda engine: engine.label, indirect=True)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_the_scenario_does_what_the_matrix_says(engines, scenario):
-    engine, other = engines
-    name = scenario.__name__.replace("_", "-")
+def test_the_scenario_does_what_the_matrix_says(journey, scenario):
+    engine, name = journey.engine, journey.NAME
     words, reason = engine.gaps.get(scenario.__name__, (None, None))
-    engine.start(name)
-    try:
-        engine.wait_for_step(name, 3)
-        if words is None:
-            scenario(engine, other, name)
-        else:
-            with pytest.raises(AssertionError, match=re.compile(words, re.DOTALL)):
-                scenario(engine, other, name)
-    finally:
-        engine.remove(name)
+    journey.begin()
+    if words is None:
+        scenario(engine, name, journey)
+    else:
+        with pytest.raises(AssertionError, match=re.compile(words, re.DOTALL)):
+            scenario(engine, name, journey)
+    journey.is_under_way = True
     OUTCOMES[engine.label]["results"][scenario.__name__] = "yes" if words is None else reason
 
 

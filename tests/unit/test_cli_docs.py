@@ -52,6 +52,19 @@ def test_commands_in_the_pages_are_ones_that_are_there(page):
                 assert words[0] in targets
 
 
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_page_is_found_from_the_index(page):
+    index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
+    assert page.name == "README.md" or f"]({page.name})" in index
+
+
+def test_decisions_are_numbered_without_gaps_as_their_titles_say():
+    pages = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        assert page.read_text(encoding="utf-8").startswith(f"# {page.name[:4]}: ")
+
+
 def test_a_shell_block_without_a_marker_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(doc_examples, "REPOSITORY", tmp_path)
     (tmp_path / "page.md").write_text("Do this:\n\n```sh\nrm -rf x\n```\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -80,6 +81,34 @@ def test_import_brings_every_blob_to_its_place(tmp_path):
         entry.name: entry.read_bytes() for entry in (VECTORS / "good" / "plain").iterdir()
     }
     assert len(store.data) == 1
+
+
+def test_the_index_is_looked_for_in_one_reading_of_the_layout(tmp_path, monkeypatch):
+    found = members(exported(tmp_path))
+    top = next(n for n, (entry, _) in enumerate(found) if entry.name == "index.json")
+    found.insert(0, found.pop(top))
+    blobs = [(tarfile.TarInfo(f"blobs/sha256/{n:064}"), b"x") for n in range(50)]
+    write(tmp_path / "y.tar", [found[0], *blobs, *found[1:]])
+    parsed = []
+    read = containerd_archive.canonical_json.read_object
+    monkeypatch.setattr(
+        containerd_archive.canonical_json, "read_object", lambda *args, **more: parsed.append(1) or read(*args, **more)
+    )
+    assert containerd_archive.read_index(tmp_path / "y.tar").entries
+    assert len(parsed) == 2
+
+
+def test_an_archive_without_the_blob_leaves_no_file_open(tmp_path):
+    path = exported(tmp_path)
+    criu = containerd_archive.read_index(path).need(containerd_index.CRIU_TYPE, where="")
+    write(path, [(entry, data) for entry, data in members(path) if not entry.name.endswith(criu.digest[7:])])
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(NoSuchImage):
+        containerd_archive.read_file_claims(path)
+    (tmp_path / "damaged").write_bytes(b"\x1f\x8b" + bytes(600))
+    with pytest.raises(ImageError):
+        containerd_archive.read_index(tmp_path / "damaged")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def members(path: Path):

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from containerd_integration import cgroup_choice, criu_options, kubelet_unit, kubelet_watch, leftovers, restored_spec
 from containerd_integration.api import definitions, wire
 from containerd_integration.flat_tar import FlatTar, unpack
-from containerd_integration.work_folder import work_folder
+from containerd_integration.kubelet_sealing import remove_half_sealed
+from containerd_integration.remote_image import RemoteImage, is_local
+from containerd_integration.work_folder import locked, work_folder
 from image_format.archives import containerd_index
 from image_format.archives.containerd_index import CRIU_TYPE, CheckpointIndex, Descriptor
 from vgpu_errors import ImageError, LimitExceeded, NoSuchImage, UnexpectedEntry, UnsafeName, UserError
@@ -306,3 +308,88 @@ def test_lock_of_a_folder_is_the_kernels(tmp_path):
         with pytest.raises(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(descriptor)
+
+
+def test_a_folder_is_never_seen_unlocked_under_its_name(tmp_path, monkeypatch):
+    """Another command sweeps what has no lock, at any moment."""
+    seen = []
+    rename = Path.rename
+
+    def renamed(self, target):
+        seen.append([path.reason for path in leftovers.find_own(tmp_path)])
+        found = rename(self, target)
+        seen.append([path.reason for path in leftovers.find_own(tmp_path)])
+        return found
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with work_folder(tmp_path, "checkpoint-") as folder:
+        assert folder.images.is_dir()
+    assert seen == [[], ["in use"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_somebody_has_begun_to_use_is_not_removed(tmp_path):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (found,) = leftovers.find_own(tmp_path)
+    with locked(folder):
+        leftovers.remove(found)
+        assert folder.is_dir()
+    leftovers.remove(found)
+    assert not folder.exists()
+
+
+def test_what_its_owner_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "pages-1.img").write_bytes(b"x")
+
+    def gone(self):
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    assert leftovers.find_own(tmp_path)[0].size == 0
+
+
+def test_watch_passes_over_what_is_no_archive(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "checkpoint-a.tar").symlink_to("/etc/passwd")
+    (folder / "checkpoint-b.tar").mkdir()
+    os.mkfifo(folder / "checkpoint-c.tar")
+    said = []
+    watch = kubelet_watch.KubeletWatch(folder, tmp_path / "state", push_to=None, etc=tmp_path, say=said.append)
+    assert watch.catch_up() == 0
+    assert said == []
+
+
+def test_watch_removes_what_a_killed_one_left_half_sealed(tmp_path):
+    left, at_work = tmp_path / ".checkpoint-a.tar.x", tmp_path / ".checkpoint-b.tar.y"
+    for folder in (left, at_work):
+        folder.mkdir()
+        (folder / "pages-1.img").write_bytes(b"x")
+    with locked(at_work):
+        remove_half_sealed(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [at_work.name]
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [("localhost/a:1", True), ("train:1", True), ("registry.example/a:1", False), ("localhost:5000/a", False)],
+)
+def test_which_names_are_never_asked_of_a_registry(reference, expected):
+    assert is_local(reference) is expected
+
+
+def test_an_image_that_is_no_checkpoint_is_refused_before_anything_is_fetched():
+    from image_format.registry.manifests import MANIFEST_TYPE, StoredManifest
+
+    class Registry:
+        reference = "registry.example/a:1"
+
+        def get_manifest(self):
+            return StoredManifest(b"{}", MANIFEST_TYPE, "sha256:" + "0" * 64)
+
+    with pytest.raises(NoSuchImage, match="not that of a checkpoint of containerd") as refused:
+        RemoteImage(Registry(), has_image=lambda _: False)
+    assert "vgpu pull" in refused.value.remedy

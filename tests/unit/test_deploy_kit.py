@@ -102,9 +102,35 @@ def test_selectors_match_the_labels_of_their_own_pods(path, document):
         labels = document["spec"]["template"]["metadata"]["labels"]
         assert selector.items() <= labels.items()
     if document["kind"] == "NetworkPolicy":
-        wanted = document["spec"]["podSelector"]["matchLabels"]
-        pods = [one["spec"]["template"]["metadata"]["labels"] for _, one in EVERYTHING if pod_of(one)]
-        assert any(wanted.items() <= labels.items() for labels in pods)
+        (wanted,) = document["spec"]["podSelector"]["matchExpressions"]
+        assert set(wanted["values"]) == {name_of(one) for one in WITH_PODS if takes_the_registry_secret(one)}
+
+
+WITH_PODS = [document for _, document in EVERYTHING if pod_of(document)]
+
+
+def name_of(document):
+    return document["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+
+
+def takes_the_registry_secret(document):
+    return any("secret" in volume for volume in pod_of(document).get("volumes", ()))
+
+
+def test_nobody_elses_pods_are_taken_for_those_of_a_daemon_set():
+    """preempt.sh asks for the pod of the DaemonSet by its label; a job's pod of the same label has no such container."""
+    for kind in ("DaemonSet", "Job"):
+        labels = [name_of(document) for document in WITH_PODS if document["kind"] == kind]
+        others = [name_of(document) for document in WITH_PODS if document["kind"] != kind]
+        assert not set(labels) & set(others)
+
+
+def test_the_resumed_job_is_the_job_but_for_its_image():
+    """Arguments and rights are signed: another command would be refused."""
+    first, again = (pod_of(documents(DEPLOY / f"example/{name}.yaml")[0]) for name in ("job", "resumed-job"))
+    (before,), (after,) = first["containers"], again["containers"]
+    assert {key for key in before | after if before.get(key) != after.get(key)} == {"image", "imagePullPolicy"}
+    assert {key for key in first | again if first.get(key) != again.get(key)} == {"containers", "nodeName"}
 
 
 def names(kind):
@@ -148,7 +174,8 @@ def test_settings_come_from_keys_that_the_config_map_has(where, pod, container):
 def test_the_config_map_has_what_the_scripts_read_and_no_more():
     scripts = "".join(path.read_text() for path in (DEPLOY / "node").glob("*.sh"))
     data = documents(DEPLOY / "config.yaml")[0]["data"]
-    read = set(re.findall(r"VGPU_[A-Z_]+", scripts)) - {"VGPU_HOST", "VGPU_PACKAGES", "VGPU_TRUSTED"}
+    of_the_tests = {"VGPU_HOST", "VGPU_PACKAGES", "VGPU_TRUSTED", "VGPU_IMAGE_MAKER", "VGPU_FETCHED"}
+    read = set(re.findall(r"VGPU_[A-Z_]+", scripts)) - of_the_tests
     assert read == set(data)
 
 
@@ -308,7 +335,9 @@ def test_every_vgpu_command_of_a_script_is_one_that_vgpu_takes(script):
     from vgpu_cli.main import build_parser
 
     text = (DEPLOY / "node" / script).read_text()
-    found = re.findall(r"^(?:while ! |on_node /usr/bin/)?(vgpu [a-z][^>\n]*)", text, re.MULTILINE)
+    found = re.findall(
+        r"^(?:work |until reason=\$\(|on_node /usr/bin/)?(vgpu [a-z][^>\n]*?)(?: 2>|$)", text, re.MULTILINE
+    )
     found += [f"vgpu {words}" for words in re.findall(r"on_node /usr/bin/vgpu ([^>\n]*)", text)]
     found += [f"vgpu {words}" for words in re.findall(r"set -- (setup [^\n]*)", text)]
     assert found

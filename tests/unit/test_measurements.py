@@ -131,7 +131,16 @@ def test_a_chart_of_nothing_but_zeros_is_drawn():
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0, "0"), (0.00123, "0.001"), (1.5, "1.5"), (12.345, "12.35"), (1234.5, "1234"), (-20, "-20")]
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (0.00123, "0.00123"),
+        (0.000024, "0.000024"),
+        (1.5, "1.5"),
+        (12.345, "12.35"),
+        (1234.5, "1234"),
+        (-20, "-20"),
+    ],
 )
 def test_numbers_are_shown_short(value, shown):
     assert measurements.number(value) == shown

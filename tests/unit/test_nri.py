@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import threading
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from containerd_integration.api.wire import message
+from containerd_integration.nri import multiplex as nri_multiplex
 from containerd_integration.nri import plugin as nri_plugin
 from containerd_integration.nri import rootfs, ttrpc
 from containerd_integration.nri.multiplex import PLUGIN_STREAM, ConnectionLost, Multiplexer
@@ -291,6 +293,25 @@ def test_it_comes_back_when_the_runtime_restarts(node, tmp_path, monkeypatch):
         assert runtime.call("Configure", new("ConfigureRequest")).events == EVENTS
         runtime.hang_up()
         time.sleep(0.05)
+
+
+def test_a_plugin_that_the_runtime_started_ends_with_its_connection(node, runtime, monkeypatch):
+    """The descriptor is closed by then, and may be another file's."""
+    trunk = connected(runtime.address)
+    monkeypatch.setenv(nri_plugin.GIVEN_SOCKET, str(trunk.detach()))
+    thread = threading.Thread(target=keep_serving, args=(Plugin(node, print, lambda _: None), "", print), daemon=True)
+    thread.start()
+    runtime.accept()
+    runtime.hang_up()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def test_a_runtime_that_stops_reading_is_given_up(monkeypatch):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(nri_multiplex, "WRITE_S", 0.1)
+    with ours, theirs, pytest.raises(ConnectionLost, match="timed out"):
+        Multiplexer(ours).write(1, bytes(4 << 20))
 
 
 # ---- a container's files in layers ------------------------------------------------------------------------------------

@@ -162,3 +162,11 @@ def test_tables_in_lists_survive():
 def test_what_toml_cannot_hold_is_refused():
     with pytest.raises(TypeError):
         to_toml({"a": None})
+
+
+@pytest.mark.parametrize(("version", "is_said"), [(2, True), (3, False)])
+def test_a_drop_in_that_copies_other_files_says_so(tmp_path, capsys, version, is_said):
+    """The copy hides later changes of the file that it was made of."""
+    put(tmp_path, MAIN, f"version = {version}\n")
+    assert setup(tmp_path) == 0
+    assert ("run the setup again after you change them" in capsys.readouterr().out) is is_said

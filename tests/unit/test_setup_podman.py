@@ -103,6 +103,15 @@ def test_user_edited_file_is_kept_and_named(node, capsys):
     assert conf.read_text().endswith("inject = never\n")
 
 
+def test_a_second_setup_does_not_make_the_users_lines_its_own(node):
+    setup(node, "podman")
+    conf = node / "etc/vgpu/runtime.conf"
+    conf.write_text(conf.read_text() + "store = on\n")
+    assert setup(node, "podman") == setup(node, "containerd") == 0
+    assert setup(node, "--undo") == 0
+    assert conf.read_text().endswith("store = on\n")
+
+
 def test_keep_keys_leaves_the_pair(node):
     setup(node, "podman")
     pair = [(node / f"etc/vgpu/node.{kind}").read_bytes() for kind in ("key", "pub")]
@@ -128,6 +137,29 @@ def test_a_key_that_was_there_is_kept_by_setup_and_by_undo(node):
     before = tree(node)
     setup(node, "podman")
     setup(node, "podman", "--undo")
+    assert tree(node) == before
+
+
+def test_a_pair_that_was_moved_away_is_followed_by_a_new_one(node):
+    setup(node, "podman")
+    etc = node / "etc/vgpu"
+    old = load_public_key(etc / "node.pub")
+    for name in ("node.key", "node.pub"):
+        (etc / name).rename(node / f"old-{name}")
+    assert setup(node, "podman") == 0
+    assert main(["--etc", str(etc), "trust", "add", str(node / "old-node.pub"), "--name", "old-node"]) == 0
+    policy, key = Policy.load(etc), load_signing_key(etc / "node.key")
+    assert policy.find(key.key_id).name == "this node"
+    assert policy.find(old.key_id).name == "old-node"
+    assert key.key_id != old.key_id
+
+
+def test_no_key_is_made_beside_the_public_half_of_another(node, capsys):
+    setup(node, "podman")
+    (node / "etc/vgpu/node.key").unlink()
+    before = tree(node)
+    assert setup(node, "podman") == BadConfiguration.exit_code
+    assert "Move it away" in capsys.readouterr().err
     assert tree(node) == before
 
 

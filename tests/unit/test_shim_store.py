@@ -128,8 +128,9 @@ def test_the_registries_that_an_archive_names_are_asked_last(stage, settings, et
     (folder / REFERENCE_NAME).write_bytes(ReferenceNote(note.manifest_digest, note.missing, (location,)).to_bytes())
     settings.store_dir = str(tmp_path / "other")
 
-    def fetch(asked, policy, store):
+    def fetch(asked, policy, store, *, deadline_s):
         assert asked.locations == (location,)
+        assert 0 < deadline_s <= settings.deadline_restore_s
         if not is_there:
             raise RegistryError(where=location, what="404")
         store.add(whole, links=False)
