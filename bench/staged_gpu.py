@@ -245,11 +245,20 @@ def unchanged(args: argparse.Namespace, gib: int = 32) -> list[dict[str, Any]]:
 
 def preload(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Steady-state cost: the same programs with and without the preload in turn."""
+    return with_and_without(args, small_work) + with_and_without(args, large_work)
+
+
+def preload_small(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Launches and allocations alone."""
+    return with_and_without(args, small_work)
+
+
+def with_and_without(args: argparse.Namespace, work: Any) -> list[dict[str, Any]]:
     taken: dict[tuple[str, bool], list[float]] = {}
     with BareNode() as node:
         for number in range(args.rounds):  # which of the two comes first changes from round to round
             for has_preload in (number % 2 == 1, number % 2 == 0):
-                for key, value in small_work(node, has_preload=has_preload):
+                for key, value in work(node, has_preload=has_preload):
                     taken.setdefault((key, has_preload), []).append(value)
     what = {
         "preload_decode": "decode step in a CUDA graph, median of a run",
@@ -267,12 +276,19 @@ def preload(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def small_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
-    """One run of each program; (key, median seconds)."""
+    """Launches and allocations; (key, best seconds)."""
     if not gpus.is_real():
         return []
     small = node.start("small", python("torch_small_work.py"), has_preload=has_preload)
     found = small.wait_for(bool, "result")[-1]
     small.end()
+    return [("preload_launch", min(found["launch"])), ("preload_alloc", min(found["alloc"]))]
+
+
+def large_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
+    """Decode and training, one run of each."""
+    if not gpus.is_real():
+        return []
     gate = str(node.folder / "never")
     decoder = node.start(
         "decode",
@@ -287,8 +303,6 @@ def small_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
     losses = trainer.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
     trainer.end()
     return [
-        ("preload_launch", min(found["launch"])),
-        ("preload_alloc", min(found["alloc"])),
         ("preload_decode", statistics.median(steps([line["t"] for line in lines if "t" in line][50:]))),
         ("preload_train", statistics.median(steps([line["t"] for line in losses if "t" in line][10:]))),
     ]
@@ -424,6 +438,7 @@ PARTS = {
     "train": train,
     "unchanged": unchanged,
     "preload": preload,
+    "preload_small": preload_small,
 }
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--row", default="trixie")
     parser.add_argument("--storage", choices=["disk", "memory"], default="disk")
     parser.add_argument("--archive", choices=["embedded", "reference"], default="embedded")
+    parser.add_argument("--jobs", nargs="+", choices=[job.name for job in JOBS], default=[job.name for job in JOBS])
     args = parser.parse_args()
     if not gpus.is_real():
         print("this needs an NVIDIA GPU and PyTorch", file=sys.stderr)
@@ -49,9 +50,10 @@ def main() -> int:
     with TestHost(args.row, "gpu-node", binds=(*gpus.binds(), ("/", "/run/machine"))) as host:
         prepare(host, args.row, storage=args.storage)
         configure(host, mode="staged", archive=args.archive, store="on" if args.archive == "reference" else "off")
-        for job in JOBS:
+        jobs = [job for job in JOBS if job.name in args.jobs]
+        for job in jobs:
             host.copy_in(ROOT / "tests/gpu/programs" / job.program, f"{MACHINE}/opt/{job.program}")
-        for job in JOBS:
+        for job in jobs:
             run(host, job)
     print("gpu-correctness: ok", flush=True)
     return 0
