@@ -53,6 +53,11 @@ _RULES = {
         "the driver would accept the checkpoint and could not restore it",
         "Close it (cudaIpcCloseMemHandle) before the checkpoint.",
     ),
+    "ipc-event": Rule(
+        "an event shared with another process by a legacy IPC handle",
+        "after a restore the two processes would no longer share it",
+        "Destroy the event before the checkpoint.",
+    ),
     "pool-shared": Rule(
         "a memory pool shared with another process",
         "after a restore the two processes would no longer share it",

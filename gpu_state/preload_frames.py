@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAGIC = 0x55504756  # "VGPU"
 VERSION = 1
 STAGED_VERSION = 2
+SHARES_MINOR = 1  # of version 2
 MAX_PAYLOAD = 65536
 MAX_ANSWER_PAYLOAD = 8 << 20
 MAX_FDS = 200  # of one frame; the kernel's limit is 253
@@ -48,6 +49,8 @@ class FrameType(IntEnum):
     FAILED = 21
     FDS = 22
     OPENED = 23
+    SHARES = 24
+    SHARES_ARE = 25
 
 
 class FrameError(ValueError):
@@ -105,12 +108,18 @@ class Hello:
     devices: tuple[str, ...]
     mode: str = "driver"
     protocol: int = VERSION
+    minor: int = 0
     phase: str = "open"
 
     @property
     def is_staged(self) -> bool:
         """The preload can hand its process's memory over."""
         return self.mode == "staged" and self.protocol >= STAGED_VERSION
+
+    @property
+    def tells_shares(self) -> bool:
+        """It answers SHARES; older preloads ignore the request."""
+        return self.is_staged and self.minor >= SHARES_MINOR
 
     @classmethod
     def from_json(cls, doc: dict[str, Any]) -> Hello:
@@ -127,6 +136,7 @@ class Hello:
             devices=tuple(uuid for uuid in uuids if isinstance(uuid, str)),
             mode=str(doc.get("mode", "driver")),
             protocol=protocol if isinstance(protocol := doc.get("protocol"), int) else VERSION,
+            minor=minor if isinstance(minor := doc.get("minor"), int) else 0,
             phase=str(doc.get("phase", "open")),
         )
 

@@ -1,7 +1,7 @@
-"""What a preload says its process holds of the GPU: objects that move, what the driver holds, what blocks (INVENTORY_IS).
+"""What a preload says its process holds of the GPU: objects that move, what it shares, what the driver holds, what blocks.
 
 Pure: JSON of a container in, checked values out. Sizes and ids are claims; a wrong one is noticed when the object is imported
-and by the inventory proof (staged_proof.py). Used by preload_link.py; spec/preload-protocol.md, "INVENTORY_IS".
+and by the inventory proof (staged_proof.py). Used by preload_link.py; spec/preload-protocol.md, "INVENTORY_IS", "SHARES".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from gpu_state.preload_frames import FrameError
 MAX_OBJECTS = 65536
 GRANULARITY = 2 << 20
 MAX_BYTES = 1 << 48
+MAX_PEERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,27 @@ class Mapping:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How an object of a process was given to others."""
+
+    ways: tuple[str, ...]
+    peers: tuple[int, ...]
+    peer_count: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of the protocol and the journal."""
+        return {"ways": list(self.ways), "peers": list(self.peers), "peer_count": self.peer_count}
+
+    @classmethod
+    def from_json(cls, doc: Any) -> Sharing:
+        """Parse `shared`."""
+        peers = _pids(doc, "peers")
+        count = doc.get("peer_count", len(peers))
+        ways = tuple(str(way)[:20] for way in _list(doc, "ways")[:4])
+        return cls(ways, peers, count if _is_count(count) else len(peers))
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceObject:
     """One physical object of a process."""
 
@@ -55,10 +77,12 @@ class DeviceObject:
     kind: str
     requested: int
     mappings: tuple[Mapping, ...] = ()
+    shared: Sharing | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of the protocol and the journal."""
-        return {
+        shared = {} if self.shared is None else {"shared": self.shared.to_json()}
+        return shared | {
             "id": self.id,
             "size": self.size,
             "device": self.device,
@@ -84,7 +108,73 @@ class DeviceObject:
             kind=str(doc.get("kind", "alloc")),
             requested=requested if _is_count(requested) else size,
             mappings=mappings,
+            shared=Sharing.from_json(doc["shared"]) if doc.get("shared") is not None else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Memory of another process that this one has imported or opened."""
+
+    id: int
+    size: int
+    device: int | None
+    uuid: str
+    kind: str
+    requested: int
+    mappings: tuple[Mapping, ...]
+    exporter_pid: int | None = None
+    exporter_object: int | None = None
+
+    @classmethod
+    def from_json(cls, doc: Any) -> Import:
+        """Parse one of `imports`."""
+        device, exporter = doc.get("device") if isinstance(doc, dict) else None, _member(doc, "exporter")
+        return cls(
+            id=_count(doc, "id"),
+            size=_count(doc, "size"),
+            device=device if _is_count(device) else None,
+            uuid=str(doc.get("uuid", "")),
+            kind=str(doc.get("kind", "import"))[:40],
+            requested=_count(doc, "requested") if "requested" in doc else 0,
+            mappings=tuple(map(Mapping.from_json, _list(doc, "mappings"))),
+            exporter_pid=None if exporter is None else _count(exporter, "process"),
+            exporter_object=None if exporter is None else _count(exporter, "object"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One party's part in a shared object; what it shares with whom is told by its descriptor (SHARES)."""
+
+    role: str
+    of: DeviceObject | Import
+
+    @property
+    def id(self) -> int:
+        """The party's own id of the object; FDS frames name its descriptor by it."""
+        return self.of.id
+
+    @classmethod
+    def from_json(cls, doc: Any) -> Share:
+        """Parse one of `shares`."""
+        role = doc.get("role") if isinstance(doc, dict) else None
+        if role == "exporter":
+            return cls(role, DeviceObject.from_json(doc))
+        if role == "importer":
+            return cls(role, Import.from_json(doc))
+        raise FrameError("a share with no role")
+
+
+def shares_from_json(doc: dict[str, Any]) -> tuple[Share, ...]:
+    """Parse the payload of SHARES_ARE."""
+    shares = _list(doc, "shares")
+    if len(shares) > MAX_OBJECTS:
+        raise FrameError(f"{len(shares)} shares")
+    parsed = tuple(map(Share.from_json, shares))
+    if len({share.id for share in parsed}) != len(parsed):
+        raise FrameError("two shares with one id")
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +202,8 @@ class Blocker:
     va: int
     bytes: int
     what: str
+    object: int | None = None
+    peers: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, doc: Any) -> Blocker:
@@ -124,6 +216,8 @@ class Blocker:
             va=_address(doc["va"]) if doc.get("va") else 0,
             bytes=size if _is_count(size) else 0,
             what=str(doc.get("what", ""))[:300],
+            object=_count(doc, "object") if "object" in doc else None,
+            peers=_pids(doc, "peers"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -138,6 +232,7 @@ class Holdings:
     objects: tuple[DeviceObject, ...]
     driver_held: tuple[Held, ...]
     blockers: tuple[Blocker, ...]
+    imports: tuple[Import, ...] = ()
 
     @property
     def object_bytes(self) -> int:
@@ -162,6 +257,7 @@ class Holdings:
             objects=parsed,
             driver_held=tuple(map(Held.from_json, _list(doc, "driver_held"))),
             blockers=tuple(map(Blocker.from_json, _list(doc, "blockers"))),
+            imports=tuple(map(Import.from_json, _list(doc, "imports"))),
         )
 
 
@@ -172,6 +268,17 @@ def _list(doc: Any, key: str) -> list[Any]:
     if not isinstance(found, list):
         raise FrameError(f"{key} is no list")
     return found
+
+
+def _member(doc: Any, key: str) -> dict[str, Any] | None:
+    found = doc.get(key) if isinstance(doc, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise FrameError(f"{key} is no object")
+    return found
+
+
+def _pids(doc: Any, key: str) -> tuple[int, ...]:
+    return tuple(pid for pid in _list(doc, key)[:MAX_PEERS] if _is_count(pid))
 
 
 def _count(doc: Any, key: str) -> int:

@@ -143,7 +143,7 @@ class Peer:
             self._close_fds()
             self._answers = queue.SimpleQueue()
             self._sequence += 1
-            self._may_send_fds = answer is FrameType.EXPORTED
+            self._may_send_fds = answer in (FrameType.EXPORTED, FrameType.SHARES_ARE)
             self._reader.max_payload = MAX_ANSWER_PAYLOAD
             try:
                 self._send_all(kind, payload, fds, deadline, what)

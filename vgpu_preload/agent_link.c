@@ -11,6 +11,7 @@
 
 #include "connection.h"
 #include "descriptors.h"
+#include "share_service.h"
 #include "staging.h"
 
 #define SEND_DEADLINE_MS 2000
@@ -33,14 +34,15 @@ struct pace {
     int detached_polls;
 };
 
-/* True when all other threads have ended with pthread_exit: libc waits for the helper alone, and would for ever.
+/* True when all of the application's threads have ended with pthread_exit: libc waits for ours alone, and would for ever.
  * Seen without opening a file, for CRIU may freeze us at any point: the task directory has one link per thread, and the
  * executable of a leader that has ended cannot be read. */
 static bool is_last_thread(void)
 {
     struct stat tasks;
     char first_byte;
-    if (syscall(SYS_newfstatat, AT_FDCWD, "/proc/self/task", &tasks, 0) != 0 || tasks.st_nlink != 2 + 2) return false;
+    if (syscall(SYS_newfstatat, AT_FDCWD, "/proc/self/task", &tasks, 0) != 0) return false;
+    if (tasks.st_nlink != 2 + 2 + share_service_threads()) return false;
     return readlink("/proc/self/exe", &first_byte, 1) < 0 && errno == ENOENT;
 }
 
@@ -107,10 +109,11 @@ static char *payload_memory(void)
 static bool receive_staged(struct arrival *arrival)
 {
     unsigned char header[FRAME_HEADER_SIZE];
-    if (staging_expects_descriptors()) descriptors_allow_more();
+    bool needs_room = staging_expects_descriptors();
+    if (needs_room) descriptors_allow_more();
     bool ok = connection_receive_with(header, sizeof header, arrival->descriptors, &arrival->descriptor_count,
                                       FRAME_DEADLINE_MS);
-    descriptors_allow_as_before();
+    if (needs_room) descriptors_allow_as_before();
     arrival->payload = payload_memory();
     return ok && arrival->payload != NULL && frame_read(&arrival->frame, header) &&
            connection_receive(arrival->payload, arrival->frame.payload_size, FRAME_DEADLINE_MS);
@@ -153,6 +156,7 @@ static enum visit_end serve(const struct hello *hello)
         if (arrival.frame.type == FRAME_WELCOME) end = VISIT_LOST;
         if (!answer(hello, &arrival)) return end;
         if (arrival.frame.type == FRAME_DETACH) {
+            share_service_close(CLOSED_FOR_DETACH);
             answer_empty(hello, &arrival.frame, FRAME_DETACHED);
             return VISIT_DETACHED;
         }
@@ -162,6 +166,7 @@ static enum visit_end serve(const struct hello *hello)
 static enum visit_end visit_agent(const struct hello *hello)
 {
     if (!agent_socket_exists() || !connection_open()) return VISIT_FAILED;
+    share_service_open(CLOSED_FOR_DETACH); /* whoever asked for it is back */
     enum visit_end end = send_hello(hello) ? serve(hello) : VISIT_FAILED;
     connection_close();
     return end;
@@ -174,11 +179,17 @@ static void set_pace(struct pace *pace, enum visit_end end)
     if (end != VISIT_FAILED) pace->pause_ms = FIRST_PAUSE_MS;
 }
 
+static void nobody_came_back(void)
+{
+    staging_agent_is_gone();
+    share_service_open(CLOSED_FOR_DETACH);
+}
+
 static void rest(struct pace *pace)
 {
     int pause_ms = pace->pause_ms;
     if (pace->detached_polls > 0) {
-        if (--pace->detached_polls == 0) staging_agent_is_gone();
+        if (--pace->detached_polls == 0) nobody_came_back();
         pause_ms = DETACHED_PAUSE_MS;
     } else {
         pace->pause_ms = pause_ms * 2 < LONGEST_PAUSE_MS ? pause_ms * 2 : LONGEST_PAUSE_MS;
@@ -187,7 +198,7 @@ static void rest(struct pace *pace)
     nanosleep(&pause, NULL);
 }
 
-void agent_link_run(const struct hello *hello)
+static void run(const struct hello *hello)
 {
     struct pace pace = {.pause_ms = FIRST_PAUSE_MS};
     for (;;) {
@@ -198,4 +209,10 @@ void agent_link_run(const struct hello *hello)
         rest(&pace);
         if (is_last_thread()) return;
     }
+}
+
+void agent_link_run(const struct hello *hello)
+{
+    run(hello);
+    share_service_end();
 }

@@ -5,6 +5,7 @@
 #include "contexts.h"
 #include "driver.h"
 #include "held.h"
+#include "object_end.h"
 #include "peers.h"
 
 #define ROUND_UP(value, to) (((value) + (to) - 1) / (to) * (to))
@@ -146,17 +147,6 @@ bool allocation_make_pitched(CUdeviceptr *address, size_t *pitch, size_t width, 
     return true;
 }
 
-CUmemGenericAllocationHandle object_end_locked(struct memory_object *object)
-{
-    CUmemGenericAllocationHandle handle = object->is_in_driver ? object->handle : 0;
-    if (object->pins > 0) {
-        object->is_dead = true;
-        return 0;
-    }
-    object_remove(object);
-    return handle;
-}
-
 /* Work that is in flight may use the memory: cuMemFree waits for it, cuMemUnmap does not. */
 static CUresult wait_for_context(CUcontext context)
 {
@@ -179,22 +169,39 @@ static void free_taken(struct memory_object *object)
     bool is_mapped = mapping->is_in_driver;
     mapping_hide(mapping);
     mapping_remove(mapping);
-    CUmemGenericAllocationHandle handle = object_end_locked(object);
+    struct object_remains remains = object_end_locked(object);
     objects_unlock();
     if (is_mapped) driver.cuMemUnmap(address, size);
-    if (handle != 0) driver.cuMemRelease(handle);
+    remains_release(&remains);
     driver.cuMemAddressFree(address, size);
 }
 
-/* Marks the object as being freed, so that a second free of the same address is refused. */
-static struct memory_object *take(CUdeviceptr address)
+static struct memory_object *object_at(CUdeviceptr address, enum object_kind kind)
+{
+    struct memory_object *object = allocation_around(address);
+    bool is_it = object != NULL && object->kind == kind && object->first_mapping->address == address;
+    return is_it && object->requested > 0 ? object : NULL;
+}
+
+/* An object on its way out: nobody else finds it any more, a second free of the same address is refused. */
+struct taken {
+    struct memory_object *object; /* NULL: none */
+    size_t requested;             /* to put it back */
+};
+
+static struct taken take_locked(struct memory_object *object)
+{
+    struct taken taken = {.object = object, .requested = object->requested};
+    object->requested = 0;
+    return taken;
+}
+
+static void put_back(const struct taken *taken)
 {
     objects_lock();
-    struct memory_object *object = allocation_around(address);
-    if (object != NULL && (object->first_mapping->address != address || object->requested == 0)) object = NULL;
-    if (object != NULL) object->requested = 0;
+    taken->object->requested = taken->requested;
+    if (taken->object->kind == OBJECT_OPENED) taken->object->open_count = 1;
     objects_unlock();
-    return object;
 }
 
 static void put_off(struct memory_object *object)
@@ -206,27 +213,40 @@ static void put_off(struct memory_object *object)
     objects_unlock();
 }
 
+static CUresult free_or_put_off(const struct taken *taken)
+{
+    if (capture_is_active()) {
+        put_off(taken->object);
+        return CUDA_SUCCESS;
+    }
+    CUresult rc = wait_for_context(taken->object->context);
+    if (rc == CUDA_SUCCESS)
+        free_taken(taken->object);
+    else
+        put_back(taken);
+    return rc;
+}
+
 bool allocation_free(CUdeviceptr address, CUresult *rc)
 {
+    struct taken taken = {0};
     objects_lock();
-    struct memory_object *object = allocation_around(address);
-    size_t requested = object != NULL ? object->requested : 0;
+    struct memory_object *object = object_at(address, OBJECT_ALLOC);
+    if (object != NULL) taken = take_locked(object);
     objects_unlock();
-    if (object == NULL || (object = take(address)) == NULL) return false;
-    *rc = CUDA_SUCCESS;
-    if (capture_is_active()) {
-        put_off(object);
-        return true;
-    }
-    *rc = wait_for_context(object->context);
-    if (*rc == CUDA_SUCCESS) {
-        free_taken(object);
-        return true;
-    }
+    if (object != NULL) *rc = free_or_put_off(&taken);
+    return object != NULL;
+}
+
+bool allocation_close(CUdeviceptr address, CUresult *rc)
+{
+    struct taken taken = {0};
     objects_lock();
-    object->requested = requested;
+    struct memory_object *object = object_at(address, OBJECT_OPENED);
+    if (object != NULL && --object->open_count == 0) taken = take_locked(object);
     objects_unlock();
-    return true;
+    if (object != NULL) *rc = taken.object != NULL ? free_or_put_off(&taken) : CUDA_SUCCESS;
+    return object != NULL;
 }
 
 static struct memory_object *next_waiting(void)
@@ -257,10 +277,10 @@ static struct memory_object *take_of_context(CUcontext context, unsigned int *pl
     objects_lock();
     for (; object == NULL && *place < objects_end(); ++*place) {
         object = object_at_place(*place);
-        bool is_its = object != NULL && object->kind == OBJECT_ALLOC && object->context == context &&
-                      !object->is_dead && object->requested > 0;
+        bool is_its = object != NULL && (object->kind == OBJECT_ALLOC || object->kind == OBJECT_OPENED) &&
+                      object->context == context && !object->is_dead && object->requested > 0;
         if (is_its)
-            object->requested = 0;
+            object->requested = object->open_count = 0;
         else
             object = NULL;
     }

@@ -1,4 +1,4 @@
-/* Device allocations of 2 MiB and more on memory that another process can be given: create, map, free.
+/* Device allocations of 2 MiB and more on memory that another process can be given: create, map, free, close.
  *
  * What fails here falls back to the driver's own allocation, so an application never fails because of us, and gets the
  * driver's own error codes when there is no memory.
@@ -20,15 +20,14 @@ bool allocation_make_pitched(CUdeviceptr *address, size_t *pitch, size_t width, 
  * waiting would spoil the capture: the memory then goes when the capture has ended. */
 bool allocation_free(CUdeviceptr address, CUresult *rc);
 
+/* The same for memory that was opened from another process, with cuIpcCloseMemHandle: it goes with the last closing. */
+bool allocation_close(CUdeviceptr address, CUresult *rc);
+
 /* Frees what waits for the end of captures. */
 void allocations_free_waiting(void);
 
 /* After the end of a context: what was allocated in it goes. */
 void allocations_free_context(CUcontext context);
-
-/* Gives the driver's handle back, or leaves that to the helper while it uses the handle. Called with the lock held,
- * after the last mapping and reference are gone; gives the handle to release, 0: none. */
-CUmemGenericAllocationHandle object_end_locked(struct memory_object *object);
 
 /* Everything that a context or the end of one brings with it. */
 void context_ended(CUcontext context);

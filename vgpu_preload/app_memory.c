@@ -1,7 +1,7 @@
 #include "app_memory.h"
 
-#include "allocation.h"
 #include "driver.h"
+#include "object_end.h"
 
 CUmemGenericAllocationHandle handle_of_token(CUmemGenericAllocationHandle token)
 {
@@ -16,7 +16,7 @@ bool app_memory_is_allocation(CUdeviceptr address, size_t size)
 {
     objects_lock();
     struct memory_mapping *mapping = size > 0 ? mapping_around(address) : NULL;
-    bool is_ours = mapping != NULL && mapping->object->kind == OBJECT_ALLOC;
+    bool is_ours = mapping != NULL && (mapping->object->kind == OBJECT_ALLOC || mapping->object->kind == OBJECT_OPENED);
     objects_unlock();
     return is_ours;
 }
@@ -63,15 +63,16 @@ void app_memory_show(struct memory_mapping *chain)
 }
 
 /* The memory of a handle that was released while it was mapped goes with its last mapping. */
-static CUmemGenericAllocationHandle forget_mapping(struct memory_mapping *mapping)
+static struct object_remains forget_mapping(struct memory_mapping *mapping)
 {
+    struct object_remains remains = no_remains;
     objects_lock();
     struct memory_object *object = mapping->object;
     mapping_remove(mapping);
     bool is_over = object->first_mapping == NULL && object->handle_references == 0;
-    CUmemGenericAllocationHandle handle = is_over ? object_end_locked(object) : 0;
+    if (is_over) remains = object_end_locked(object);
     objects_unlock();
-    return handle;
+    return remains;
 }
 
 void app_memory_unmapped(struct memory_mapping *chain)
@@ -79,8 +80,8 @@ void app_memory_unmapped(struct memory_mapping *chain)
     while (chain != NULL) {
         struct memory_mapping *mapping = chain;
         chain = mapping->next_hidden;
-        CUmemGenericAllocationHandle handle = forget_mapping(mapping);
-        if (handle != 0) driver.cuMemRelease(handle);
+        struct object_remains remains = forget_mapping(mapping);
+        remains_release(&remains);
     }
 }
 
@@ -117,22 +118,13 @@ bool app_memory_retain(CUdeviceptr address, CUmemGenericAllocationHandle *token)
     return mapping != NULL;
 }
 
-bool app_memory_export(CUmemGenericAllocationHandle token, struct app_export *out)
+bool app_memory_properties(CUmemGenericAllocationHandle token, CUmemGenericAllocationHandle *handle, int *asked)
 {
     objects_lock();
     struct memory_object *object = object_of_token(token);
-    if (object != NULL)
-        *out = (struct app_export){object->handle, object->asked_handle_types, object->kept_fd};
+    if (object != NULL) *handle = object->handle, *asked = object->asked_handle_types;
     objects_unlock();
     return object != NULL;
-}
-
-void app_memory_exported(CUmemGenericAllocationHandle token)
-{
-    objects_lock();
-    struct memory_object *object = object_of_token(token);
-    if (object != NULL && object->kind == OBJECT_VMM) object->is_exported = true;
-    objects_unlock();
 }
 
 void app_memory_set_obstacle(CUmemGenericAllocationHandle token, const char *obstacle)

@@ -9,7 +9,8 @@
 /* The driver's handle for what the application holds; what is no token of ours is returned as it is. */
 CUmemGenericAllocationHandle handle_of_token(CUmemGenericAllocationHandle token);
 
-/* True when the address lies in memory that cuMemAlloc gave: VMM calls on it fail, as with the plain driver. */
+/* True when the address lies in memory that cuMemAlloc or cuIpcOpenMemHandle gave: VMM calls on it fail, as with the
+ * plain driver. */
 bool app_memory_is_allocation(CUdeviceptr address, size_t size);
 
 void app_memory_mapped(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle token);
@@ -24,14 +25,8 @@ void app_memory_access_set(CUdeviceptr address, size_t size, const CUmemAccessDe
 /* One more reference to the handle behind an address, as a token. */
 bool app_memory_retain(CUdeviceptr address, CUmemGenericAllocationHandle *token);
 
-/* What sharing a handle needs; false: no token of ours. */
-struct app_export {
-    CUmemGenericAllocationHandle handle;
-    int asked_handle_types;
-    int kept_fd;
-};
-bool app_memory_export(CUmemGenericAllocationHandle token, struct app_export *object);
-void app_memory_exported(CUmemGenericAllocationHandle token);
+/* The driver's handle and what the application asked to share by; false: no token of ours. */
+bool app_memory_properties(CUmemGenericAllocationHandle token, CUmemGenericAllocationHandle *handle, int *asked);
 
 /* Why the object cannot be moved from now on. */
 void app_memory_set_obstacle(CUmemGenericAllocationHandle token, const char *obstacle);

@@ -2,33 +2,61 @@
 #include "descriptors.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 static const int wanted_numbers[] = {1000, 201};
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct rlimit limit_before;
+static unsigned int wishes;
 static bool is_raised;
+
+const struct kept_descriptor no_descriptor = {.number = -1};
+
+static bool raise_limit(void)
+{
+    if (getrlimit(RLIMIT_NOFILE, &limit_before) != 0) return false;
+    struct rlimit raised = {.rlim_cur = limit_before.rlim_max, .rlim_max = limit_before.rlim_max};
+    return raised.rlim_cur != limit_before.rlim_cur && setrlimit(RLIMIT_NOFILE, &raised) == 0;
+}
 
 void descriptors_allow_more(void)
 {
-    if (is_raised || getrlimit(RLIMIT_NOFILE, &limit_before) != 0) return;
-    struct rlimit raised = {.rlim_cur = limit_before.rlim_max, .rlim_max = limit_before.rlim_max};
-    is_raised = raised.rlim_cur != limit_before.rlim_cur && setrlimit(RLIMIT_NOFILE, &raised) == 0;
+    pthread_mutex_lock(&lock);
+    if (wishes++ == 0) is_raised = raise_limit();
+    pthread_mutex_unlock(&lock);
 }
 
 void descriptors_allow_as_before(void)
 {
+    pthread_mutex_lock(&lock);
+    if (--wishes == 0 && is_raised) setrlimit(RLIMIT_NOFILE, &limit_before);
+    if (wishes == 0) is_raised = false;
+    pthread_mutex_unlock(&lock);
+}
+
+void descriptors_after_fork_in_child(void)
+{
+    pthread_mutex_init(&lock, NULL);
     if (is_raised) setrlimit(RLIMIT_NOFILE, &limit_before);
     is_raised = false;
+    wishes = 0;
+}
+
+static int copy_above_the_usual(int descriptor)
+{
+    int copy = -1;
+    for (size_t n = 0; copy < 0 && n < sizeof wanted_numbers / sizeof *wanted_numbers; n++)
+        copy = fcntl(descriptor, F_DUPFD_CLOEXEC, wanted_numbers[n]);
+    return copy;
 }
 
 int descriptor_move_up(int descriptor)
 {
-    int moved = -1;
-    for (size_t n = 0; moved < 0 && n < sizeof wanted_numbers / sizeof *wanted_numbers; n++)
-        moved = fcntl(descriptor, F_DUPFD_CLOEXEC, wanted_numbers[n]);
+    int moved = copy_above_the_usual(descriptor);
     close(descriptor);
     return moved;
 }
@@ -48,8 +76,30 @@ bool descriptor_is_still(int descriptor, struct descriptor_identity identity)
            seen.st_ino == identity.inode;
 }
 
-bool descriptor_copy(int descriptor, int *copy)
+struct kept_descriptor descriptor_keep(int descriptor)
 {
-    *copy = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    if (descriptor < 0) return no_descriptor;
+    return (struct kept_descriptor){.number = descriptor, .identity = descriptor_identity_of(descriptor)};
+}
+
+struct kept_descriptor descriptor_keep_copy(int descriptor)
+{
+    descriptors_allow_more();
+    struct kept_descriptor kept = descriptor_keep(copy_above_the_usual(descriptor));
+    descriptors_allow_as_before();
+    return kept;
+}
+
+bool kept_copy(const struct kept_descriptor *kept, int *copy)
+{
+    *copy = -1;
+    if (!descriptor_is_still(kept->number, kept->identity)) return false;
+    *copy = fcntl(kept->number, F_DUPFD_CLOEXEC, 0);
     return *copy >= 0;
+}
+
+void kept_close(struct kept_descriptor *kept)
+{
+    if (descriptor_is_still(kept->number, kept->identity)) close(kept->number);
+    *kept = no_descriptor;
 }

@@ -31,6 +31,7 @@
       (void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags)) \
     F(cuMemFree_v2, (CUdeviceptr address)) \
     F(cuMemGetAddressRange_v2, (CUdeviceptr *base, size_t *size, CUdeviceptr address)) \
+    F(cuMemGetAllocationPropertiesFromHandle, (CUmemAllocationProp * found, CUmemGenericAllocationHandle handle)) \
     F(cuMemGetAllocationGranularity, (size_t * granularity, const CUmemAllocationProp *wanted, int option)) \
     F(cuMemImportFromShareableHandle, \
       (CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)) \

@@ -19,6 +19,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct held_entry *entries;
 static unsigned int entry_count;
 static struct held_sum sums[HELD_KINDS];
+static _Atomic(bool) has_had[HELD_KINDS];
 
 static const struct {
     const char *name;
@@ -31,8 +32,10 @@ static const struct {
     [HELD_VMM] = {"vmm", "cuMemCreate that cannot be shared by descriptor"},
     [BLOCKER_MANAGED] = {"managed", "managed memory"},
     [BLOCKER_MULTICAST] = {"multicast", "multicast object"},
+    [BLOCKER_IMPORT] = {"import", "memory imported with cuMemImportFromShareableHandle"},
     [BLOCKER_IPC_OPENED] = {"ipc-opened", "memory of another process opened with cuIpcOpenMemHandle"},
     [BLOCKER_IPC_EXPORTED] = {"ipc-exported", "memory offered to other processes with cuIpcGetMemHandle"},
+    [BLOCKER_IPC_EVENT] = {"ipc-event", "event shared with another process by a legacy IPC handle"},
     [BLOCKER_POOL_SHARED] = {"pool-shared", "memory pool shared with another process"},
     [BLOCKER_EXTERNAL_MEMORY] = {"external-memory", "memory imported from another API"},
     [BLOCKER_DMABUF] = {"dmabuf", "memory exported with cuMemGetHandleForAddressRange"},
@@ -112,6 +115,7 @@ static void forget(struct held_entry *entry)
 void held_add(enum held_kind kind, uint64_t key, uint64_t bytes, CUcontext context)
 {
     if (entries == NULL) return;
+    atomic_store(&has_had[kind], true);
     pthread_mutex_lock(&lock);
     struct held_entry *entry = find(key);
     /* A key that is there already: a context went without our notice, and the driver gave the address again. */
@@ -177,6 +181,11 @@ void held_remove_context(CUcontext context)
     for (unsigned int place = 0; place < PLACES && entry_count > 0; place++)
         while (entries[place].kind != HELD_NOTHING && entries[place].context == context) forget(&entries[place]);
     pthread_mutex_unlock(&lock);
+}
+
+bool held_has_had(enum held_kind kind)
+{
+    return atomic_load_explicit(&has_had[kind], memory_order_relaxed);
 }
 
 struct held_sum held_sum(enum held_kind kind)

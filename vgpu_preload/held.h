@@ -21,8 +21,10 @@ enum held_kind {
     HELD_LAST_OF_DRIVER = HELD_VMM,
     BLOCKER_MANAGED,
     BLOCKER_MULTICAST,
-    BLOCKER_IPC_OPENED,
+    BLOCKER_IMPORT,       /* of a descriptor, where the table of objects was full */
+    BLOCKER_IPC_OPENED,   /* these two of the driver's own memory; what we have backed is in the table of objects */
     BLOCKER_IPC_EXPORTED,
+    BLOCKER_IPC_EVENT,
     BLOCKER_POOL_SHARED,
     BLOCKER_EXTERNAL_MEMORY,
     BLOCKER_DMABUF,
@@ -65,6 +67,9 @@ struct held_sum {
     uint64_t bytes;
 };
 struct held_sum held_sum(enum held_kind kind);
+
+/* False: there has never been one of this kind. Costs one load. */
+bool held_has_had(enum held_kind kind);
 
 /* Entry by entry, for the blockers: the first at or behind `place` that is one; the next place to ask, 0 at the end. */
 unsigned int held_next_blocker(unsigned int place, struct held_entry *entry);

@@ -14,9 +14,12 @@
 
 #include "agent_link.h"
 #include "connection.h"
+#include "descriptors.h"
 #include "intercept.h"
 #include "loaded_objects.h"
+#include "loose_descriptors.h"
 #include "mode.h"
+#include "share_service.h"
 #include "staging.h"
 #include "threads.h"
 
@@ -26,9 +29,24 @@ static atomic_bool watches_forks;
 static struct hello hello;
 static sigset_t application_mask;
 
+static void before_fork(void)
+{
+    connection_before_fork();
+    loose_before_fork();
+}
+
+static void after_fork_in_parent(void)
+{
+    loose_after_fork_in_parent();
+    connection_after_fork_in_parent();
+}
+
 static void forget_helper_in_child(void)
 {
+    loose_after_fork_in_child();
     connection_after_fork_in_child();
+    descriptors_after_fork_in_child();
+    share_service_after_fork_in_child();
     staging_after_fork_in_child();
     atomic_store(&helper_of_process, 0);
 }
@@ -42,9 +60,9 @@ static void watch_forks(void)
     *(void **)&glibc_call = loaded_first("__register_atfork");
     *(void **)&posix_call = loaded_first("pthread_atfork");
     if (glibc_call != NULL)
-        glibc_call(connection_before_fork, connection_after_fork_in_parent, forget_helper_in_child, NULL);
+        glibc_call(before_fork, after_fork_in_parent, forget_helper_in_child, NULL);
     else if (posix_call != NULL)
-        posix_call(connection_before_fork, connection_after_fork_in_parent, forget_helper_in_child);
+        posix_call(before_fork, after_fork_in_parent, forget_helper_in_child);
 }
 
 static void *helper_main(void *unused)

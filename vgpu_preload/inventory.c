@@ -1,98 +1,38 @@
 #include "inventory.h"
 
+#include <unistd.h>
+
 #include "held.h"
+#include "object_json.h"
 
 /* More are counted in one line: a list of thousands helps nobody. */
 #define MOST_BLOCKERS 1000
 
-static void write_hex_member(struct json_writer *json, const char *name, uint64_t value)
-{
-    static const char digits[] = "0123456789abcdef";
-    char text[19] = "0x";
-    int count = 1;
-    while (count < 16 && value >> (4 * count) != 0) count++;
-    for (int n = 0; n < count; n++) text[2 + n] = digits[value >> (4 * (count - 1 - n)) & 0xf];
-    text[2 + count] = '\0';
-    json_raw(json, name);
-    json_string(json, text);
-}
-
-static void write_member(struct json_writer *json, const char *name, uint64_t value)
-{
-    json_raw(json, name);
-    json_integer(json, (long)value);
-}
-
-static void write_access(struct json_writer *json, const struct memory_mapping *mapping)
-{
-    bool is_first = true;
-    for (int device = 0; device < MOST_DEVICES; device++) {
-        if (mapping->access[device] == 0) continue;
-        write_member(json, is_first ? "[" : ",[", (uint64_t)device);
-        write_member(json, ",", mapping->access[device]);
-        json_raw(json, "]");
-        is_first = false;
-    }
-}
-
-static void write_mappings(struct json_writer *json, const struct memory_object *object)
-{
-    for (const struct memory_mapping *mapping = object->first_mapping; mapping != NULL; mapping = mapping->next) {
-        write_hex_member(json, mapping == object->first_mapping ? "{\"va\":" : ",{\"va\":", mapping->address);
-        write_member(json, ",\"size\":", mapping->size);
-        write_member(json, ",\"offset\":", mapping->offset);
-        json_raw(json, ",\"access\":[");
-        write_access(json, mapping);
-        json_raw(json, "]}");
-    }
-}
-
-static void write_uuid(struct json_writer *json, const struct device_facts *facts, int ordinal)
-{
-    char uuid[41] = "";
-    for (int n = 0; n < facts->device_count; n++)
-        if (facts->devices[n].ordinal == ordinal) uuid_text(&facts->devices[n].uuid, uuid);
-    json_string(json, uuid);
-}
-
-static void write_object(struct json_writer *json, const struct memory_object *object, const struct device_facts *facts)
-{
-    write_member(json, "{\"id\":", object->id);
-    write_member(json, ",\"size\":", object->size);
-    write_member(json, ",\"device\":", (uint64_t)object->device);
-    json_raw(json, ",\"uuid\":");
-    write_uuid(json, facts, object->device);
-    json_raw(json, object->kind == OBJECT_ALLOC ? ",\"kind\":\"alloc\"" : ",\"kind\":\"vmm\"");
-    write_member(json, ",\"requested\":", object->requested);
-    json_raw(json, ",\"mappings\":[");
-    write_mappings(json, object);
-    json_raw(json, "]}");
-}
-
-static bool is_movable(const struct memory_object *object)
-{
-    return object != NULL && object->kind != OBJECT_IMPORT && !object->is_dead;
-}
-
 /* The application goes on meanwhile: the lock is taken for each object, and what comes or goes is told in RESTED. */
-static void write_objects(struct json_writer *json, const struct device_facts *facts)
+static void write_objects(struct json_writer *json, const struct device_facts *facts, bool are_own)
 {
     bool is_first = true, is_end = false;
-    objects_lock();
-    objects_start_announcing();
-    objects_unlock();
     for (unsigned int place = 0; !is_end; place++) {
         objects_lock();
         is_end = place >= objects_end();
         struct memory_object *object = object_at_place(place);
-        if (is_movable(object)) {
+        if (object != NULL && !object->is_dead && object_is_own(object) == are_own) {
             if (!is_first) json_raw(json, ",");
-            write_object(json, object, facts);
-            object->is_announced = true;
+            json_object_members(json, object, facts);
+            json_raw(json, "}");
+            object->is_announced = are_own;
             is_first = false;
         }
         objects_unlock();
     }
+}
+
+static void write_movable(struct json_writer *json, const struct device_facts *facts)
+{
+    objects_lock();
+    objects_start_announcing();
+    objects_unlock();
+    write_objects(json, facts, true);
 }
 
 static void write_driver_held(struct json_writer *json)
@@ -103,8 +43,8 @@ static void write_driver_held(struct json_writer *json)
         if (sum.count == 0) continue;
         json_raw(json, is_first ? "{\"kind\":" : ",{\"kind\":");
         json_string(json, held_name(kind));
-        write_member(json, ",\"count\":", sum.count);
-        write_member(json, ",\"bytes\":", sum.bytes);
+        json_integer_member(json, ",\"count\":", sum.count);
+        json_integer_member(json, ",\"bytes\":", sum.bytes);
         json_raw(json, "}");
         is_first = false;
     }
@@ -115,6 +55,9 @@ struct blocker {
     uint64_t address;
     uint64_t bytes;
     const char *what;
+    uint64_t object; /* 0: none of the table */
+    int peers[MOST_PEERS];
+    unsigned int peer_count;
 };
 
 static void write_blocker(struct json_writer *json, const struct blocker *blocker, unsigned int *count)
@@ -122,19 +65,67 @@ static void write_blocker(struct json_writer *json, const struct blocker *blocke
     if (++*count > MOST_BLOCKERS) return;
     json_raw(json, *count == 1 ? "{\"kind\":" : ",{\"kind\":");
     json_string(json, blocker->kind);
-    write_hex_member(json, ",\"va\":", blocker->address);
-    write_member(json, ",\"bytes\":", blocker->bytes);
+    json_hex_member(json, ",\"va\":", blocker->address);
+    json_integer_member(json, ",\"bytes\":", blocker->bytes);
     json_raw(json, ",\"what\":");
     json_string(json, blocker->what);
+    if (blocker->object != 0) json_integer_member(json, ",\"object\":", blocker->object);
+    if (blocker->peer_count != 0) {
+        json_raw(json, ",\"peers\":");
+        json_peers(json, blocker->peers, blocker->peer_count);
+    }
     json_raw(json, "}");
 }
 
-static uint64_t mapped_bytes(const struct memory_object *object)
+/* One text at a time; the helper is the only thread that comes here. */
+static char text[256];
+
+static struct json_writer text_begin(void)
 {
-    uint64_t bytes = 0;
-    for (const struct memory_mapping *mapping = object->first_mapping; mapping != NULL; mapping = mapping->next)
-        bytes += mapping->size;
-    return bytes;
+    return (struct json_writer){.start = text, .at = text, .end = text + sizeof text - 1};
+}
+
+static const char *text_end(struct json_writer *writer)
+{
+    *writer->at = '\0';
+    return text;
+}
+
+static const char *text_of_import(void)
+{
+    struct json_writer what = text_begin();
+    json_integer_member(&what, "memory imported by process ", (uint64_t)getpid());
+    json_raw(&what, " with cuMemImportFromShareableHandle, whose owner is not known here");
+    return text_end(&what);
+}
+
+static const char *text_of_opened(const struct memory_object *object)
+{
+    struct json_writer what = text_begin();
+    json_integer_member(&what, "memory of process ", (uint64_t)object->opened.process);
+    json_integer_member(&what, " (its object ", object->opened.object);
+    json_integer_member(&what, "), opened by process ", (uint64_t)getpid());
+    json_raw(&what, " with cuIpcOpenMemHandle");
+    return text_end(&what);
+}
+
+static const char *text_of_export(const struct memory_object *object)
+{
+    struct json_writer what = text_begin();
+    json_integer_member(&what, "memory of process ", (uint64_t)getpid());
+    if ((object->ways_out & BY_DESCRIPTOR) != 0) {
+        json_raw(&what, ", given away with cuMemExportToShareableHandle");
+        return text_end(&what);
+    }
+    json_raw(&what, ", offered with cuIpcGetMemHandle and fetched by ");
+    if (object->peer_count == 0) json_raw(&what, "nobody");
+    for (unsigned int n = 0; n < object->peer_count && n < MOST_PEERS; n++)
+        json_integer_member(&what, n == 0 ? "process " : ", process ", (uint64_t)object->peers[n]);
+    if (object->peer_count > MOST_PEERS) {
+        json_integer_member(&what, " and ", object->peer_count - MOST_PEERS);
+        json_raw(&what, " more");
+    }
+    return text_end(&what);
 }
 
 /* False: nothing about this object is in the way. */
@@ -142,16 +133,22 @@ static bool blocker_of(const struct memory_object *object, struct blocker *block
 {
     if (object == NULL || object->is_dead) return false;
     *blocker = (struct blocker){.address = object->first_mapping != NULL ? object->first_mapping->address : 0,
-                                .bytes = object->kind == OBJECT_IMPORT ? mapped_bytes(object) : object->size};
+                                .bytes = object_bytes(object),
+                                .object = object->id,
+                                .peer_count = object->peer_count};
+    __builtin_memcpy(blocker->peers, object->peers, sizeof blocker->peers);
     if (object->kind == OBJECT_IMPORT) {
         blocker->kind = "import";
-        blocker->what = "memory imported with cuMemImportFromShareableHandle";
+        blocker->what = text_of_import();
+    } else if (object->kind == OBJECT_OPENED) {
+        blocker->kind = "ipc-opened";
+        blocker->what = text_of_opened(object);
     } else if (object->obstacle != NULL) {
         blocker->kind = "vmm";
         blocker->what = object->obstacle;
-    } else if (object->is_exported) {
-        blocker->kind = "export";
-        blocker->what = "memory given away with cuMemExportToShareableHandle";
+    } else if (object->ways_out != 0) {
+        blocker->kind = (object->ways_out & BY_DESCRIPTOR) != 0 ? "export" : "ipc-exported";
+        blocker->what = text_of_export(object);
     }
     return blocker->kind != NULL;
 }
@@ -173,7 +170,10 @@ static void write_blockers_held(struct json_writer *json, unsigned int *count)
 {
     struct held_entry entry;
     for (unsigned int place = 0; (place = held_next_blocker(place, &entry)) != 0;) {
-        struct blocker blocker = {held_name(entry.kind), entry.key & ~1ULL, entry.bytes, held_meaning(entry.kind)};
+        struct blocker blocker = {.kind = held_name(entry.kind),
+                                  .address = entry.key & ~1ULL,
+                                  .bytes = entry.bytes,
+                                  .what = held_meaning(entry.kind)};
         write_blocker(json, &blocker, count);
     }
 }
@@ -190,7 +190,7 @@ static void write_blockers(struct json_writer *json)
                                         .what = "a form of a call that is newer than this library"},
                       &count);
     if (count <= MOST_BLOCKERS) return;
-    write_member(json, ",{\"kind\":\"more\",\"va\":\"0x0\",\"bytes\":0,\"what\":\"blockers not listed: ",
+    json_integer_member(json, ",{\"kind\":\"more\",\"va\":\"0x0\",\"bytes\":0,\"what\":\"blockers not listed: ",
                  count - MOST_BLOCKERS);
     json_raw(json, "\"}");
 }
@@ -199,7 +199,9 @@ bool answer_inventory(const struct request *request, const struct device_facts *
 {
     struct json_writer json = reply_begin();
     json_raw(&json, "{\"objects\":[");
-    write_objects(&json, facts);
+    write_movable(&json, facts);
+    json_raw(&json, "],\"imports\":[");
+    write_objects(&json, facts, false);
     json_raw(&json, "],\"driver_held\":[");
     write_driver_held(&json);
     json_raw(&json, "],\"blockers\":[");
@@ -216,7 +218,7 @@ struct fault obstacle_to_release(void)
         is_end = place >= objects_end();
         struct memory_object *object = object_at_place(place);
         struct blocker blocker;
-        bool forbids = blocker_of(object, &blocker) && (object->kind == OBJECT_IMPORT || object->obstacle != NULL);
+        bool forbids = blocker_of(object, &blocker) && (!object_is_own(object) || object->obstacle != NULL);
         uint64_t id = forbids ? object->id : 0;
         objects_unlock();
         if (forbids) return (struct fault){.what = blocker.what, .object = id};

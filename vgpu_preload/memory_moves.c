@@ -5,42 +5,27 @@
 
 #include "descriptors.h"
 #include "driver.h"
-
-#define DESCRIPTORS_A_FRAME 200
+#include "object_end.h"
 
 /* ---- EXPORT ------------------------------------------------------------------------------------ */
 
-/* The object stays while it is pinned, whatever the application frees meanwhile. */
 static struct memory_object *pin(uint64_t id)
 {
     objects_lock();
     struct memory_object *object = object_with_id(id);
-    if (object != NULL && (object->kind == OBJECT_IMPORT || object->is_dead || !object->is_in_driver)) object = NULL;
-    if (object != NULL) object->pins++;
+    if (object != NULL && (!object_is_own(object) || object->is_dead || !object->is_in_driver)) object = NULL;
+    if (object != NULL) object_pin_locked(object);
     objects_unlock();
     return object;
-}
-
-static void unpin(struct memory_object *object)
-{
-    CUmemGenericAllocationHandle handle = 0;
-    objects_lock();
-    if (--object->pins == 0 && object->is_dead) {
-        handle = object->handle;
-        object_remove(object);
-    }
-    objects_unlock();
-    if (handle != 0) driver.cuMemRelease(handle);
 }
 
 /* An importer cannot export (measured: 1): what came from the agent is given by the descriptor it came with. */
 static int descriptor_of(const struct memory_object *object, struct fault *fault)
 {
     int descriptor = -1;
-    struct descriptor_identity identity = {object->kept_device, object->kept_inode};
-    if (object->kept_fd >= 0) {
-        bool ok = descriptor_is_still(object->kept_fd, identity) && descriptor_copy(object->kept_fd, &descriptor);
-        if (!ok) *fault = (struct fault){.what = "the descriptor was closed by the application", .object = object->id};
+    if (object->kept.number >= 0) {
+        if (!kept_copy(&object->kept, &descriptor))
+            *fault = (struct fault){.what = "the descriptor was closed by the application", .object = object->id};
     } else {
         CUresult rc = driver.cuMemExportToShareableHandle(&descriptor, object->handle,
                                                           CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -82,7 +67,7 @@ static bool add_to_batch(struct batch *batch, uint64_t id, struct fault *fault)
     struct memory_object *object = pin(id);
     if (object == NULL) return true;
     int descriptor = descriptor_of(object, fault);
-    unpin(object);
+    object_unpin(object);
     if (descriptor < 0) {
         if (fault->what == NULL) *fault = (struct fault){.what = "no descriptor is left", .object = id};
         return false;
@@ -136,13 +121,6 @@ bool answer_export(const struct request *request)
 /* The gate is closed from here on: nobody else changes the tables, so they are read without the lock where the driver
  * is called in between. */
 
-static void forget_kept(struct memory_object *object)
-{
-    struct descriptor_identity identity = {object->kept_device, object->kept_inode};
-    if (descriptor_is_still(object->kept_fd, identity)) close(object->kept_fd);
-    object->kept_fd = -1;
-}
-
 static struct fault unmap_object(struct memory_object *object)
 {
     for (struct memory_mapping *mapping = object->first_mapping; mapping != NULL; mapping = mapping->next) {
@@ -161,7 +139,8 @@ static struct fault release_object(struct memory_object *object)
     CUresult rc = object->is_in_driver ? driver.cuMemRelease(object->handle) : CUDA_SUCCESS;
     if (rc != CUDA_SUCCESS) return (struct fault){.what = "cuMemRelease", .code = rc, .object = object->id};
     object->is_in_driver = false;
-    forget_kept(object);
+    kept_close(&object->kept);
+    kept_close(&object->shared);
     return fault;
 }
 
@@ -242,10 +221,7 @@ static struct fault map_all_of(struct memory_object *object)
 
 static void keep_arrived(struct memory_object *object)
 {
-    struct descriptor_identity identity = descriptor_identity_of(object->arrived_fd);
-    object->kept_fd = object->arrived_fd;
-    object->kept_device = identity.device;
-    object->kept_inode = identity.inode;
+    object->kept = descriptor_keep(object->arrived_fd);
     object->arrived_fd = -1;
 }
 
@@ -298,7 +274,8 @@ void descriptors_give_up(void)
     for (unsigned int place = 0; place < objects_end(); place++) {
         struct memory_object *object = object_at_place(place);
         if (object == NULL) continue;
-        if (object->kept_fd >= 0) forget_kept(object);
+        kept_close(&object->kept);
+        kept_close(&object->shared);
         if (object->arrived_fd > 200) close_arrived(object);
     }
 }

@@ -29,6 +29,7 @@ static struct memory_object *free_objects; /* below the end, to be used again */
 static struct memory_mapping *free_mappings;
 static uint64_t ids_given;
 static struct objects_held held;
+static unsigned int imports;
 
 void objects_lock(void)
 {
@@ -69,6 +70,7 @@ void objects_forget_all(void)
     free_objects = NULL;
     free_mappings = NULL;
     held = (struct objects_held){0, 0};
+    imports = 0;
 }
 
 /* A place is used again; the id tells the new object from the old one. */
@@ -80,20 +82,18 @@ static struct memory_object *free_object_place(void)
     return object;
 }
 
-static bool is_held(const struct memory_object *object)
-{
-    return object->kind == OBJECT_ALLOC || object->kind == OBJECT_VMM;
-}
-
 struct memory_object *object_new(enum object_kind kind, size_t size)
 {
     struct memory_object *object = free_object_place();
     if (object == NULL) return NULL;
-    *object = (struct memory_object){.kind = kind, .size = size, .kept_fd = -1, .arrived_fd = -1, .is_in_driver = true};
+    *object = (struct memory_object){.kind = kind, .size = size, .arrived_fd = -1, .is_in_driver = true};
+    object->kept = object->shared = no_descriptor;
     object->id = ++ids_given * MOST_OBJECTS + (uint64_t)(object - objects);
-    if (is_held(object)) {
+    if (object_is_own(object)) {
         held.count++;
         held.bytes += size;
+    } else {
+        imports++;
     }
     return object;
 }
@@ -101,9 +101,11 @@ struct memory_object *object_new(enum object_kind kind, size_t size)
 void object_remove(struct memory_object *object)
 {
     if (object->is_announced && gone_count < MOST_OBJECTS) gone[gone_count++] = object->id;
-    if (is_held(object)) {
+    if (object_is_own(object)) {
         held.count--;
         held.bytes -= object->size;
+    } else {
+        imports--;
     }
     object->kind = OBJECT_FREE_SLOT;
     object->next_to_free = free_objects;
@@ -135,7 +137,8 @@ struct memory_object *object_of_token(CUmemGenericAllocationHandle token)
 {
     if (token >> TOKEN_SHIFT != TOKEN_MARK || objects == NULL) return NULL;
     struct memory_object *object = object_with_id(token & ((1ULL << TOKEN_SHIFT) - 1));
-    return object != NULL && object->kind != OBJECT_ALLOC && !object->is_dead ? object : NULL;
+    if (object == NULL || object->is_dead) return NULL;
+    return object->kind == OBJECT_VMM || object->kind == OBJECT_IMPORT ? object : NULL;
 }
 
 static struct memory_mapping *free_mapping_place(void)
@@ -217,7 +220,8 @@ struct memory_mapping *mapping_around(CUdeviceptr address)
 struct memory_object *allocation_around(CUdeviceptr address)
 {
     struct memory_mapping *mapping = mapping_around(address);
-    if (mapping == NULL || mapping->object->kind != OBJECT_ALLOC) return NULL;
+    if (mapping == NULL) return NULL;
+    if (mapping->object->kind != OBJECT_ALLOC && mapping->object->kind != OBJECT_OPENED) return NULL;
     return address - mapping->address < mapping->object->requested ? mapping->object : NULL;
 }
 
@@ -236,4 +240,9 @@ void objects_start_announcing(void)
 struct objects_held objects_held(void)
 {
     return held;
+}
+
+unsigned int objects_imports(void)
+{
+    return imports;
 }

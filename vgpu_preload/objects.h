@@ -12,10 +12,11 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "cuda_abi.h"
+#include "descriptors.h"
 #include "device_facts.h"
+#include "share_handle.h"
 
 #define STAGED_LEAST_BYTES (2ULL << 20)
 #ifndef MOST_OBJECTS /* the tests build a library with a small table */
@@ -28,7 +29,16 @@ enum object_kind {
     OBJECT_ALLOC,  /* cuMemAlloc and cuMemAllocPitch */
     OBJECT_VMM,    /* cuMemCreate by the application */
     OBJECT_IMPORT, /* cuMemImportFromShareableHandle by the application: named as a blocker, never moved */
+    OBJECT_OPENED, /* cuIpcOpenMemHandle of memory that another process with this library has allocated: the same */
 };
+
+/* How an object was given to other processes. */
+enum share_way { BY_DESCRIPTOR = 1, BY_HANDLE = 2 };
+
+/* A descriptor is kept of each import, so that the agent can tell whose it is; of more than so many at once it is not. */
+#define MOST_IMPORT_DESCRIPTORS 4096
+
+#define MOST_PEERS 4 /* are remembered by name; more are counted */
 
 struct memory_mapping {
     CUdeviceptr address;
@@ -55,20 +65,31 @@ struct memory_object {
     unsigned int pins;                   /* the helper is in a driver call with the handle */
     bool is_dead;                        /* gone for the application; the last pin releases the handle */
     bool is_announced;                   /* the agent has seen it in an INVENTORY_IS */
-    bool is_exported;                    /* the application gave it to another process */
+    unsigned int ways_out;               /* share_way: how the application gave it to other processes */
     const char *obstacle;                /* why it cannot be moved, NULL: it can */
     CUcontext context;                   /* OBJECT_ALLOC: where it was allocated */
     uint64_t buffer_id;                  /* as the driver first called it; 0: not asked yet */
-    int kept_fd;                         /* what the agent handed over last, -1: none */
-    dev_t kept_device;
-    ino_t kept_inode;
-    int arrived_fd; /* came in a FDS frame, MAP has not used it yet */
+    struct kept_descriptor kept;         /* what the agent handed over last */
+    struct kept_descriptor shared;       /* the one open file that exporter and importers of this object have in hand */
+    int arrived_fd;                      /* came in a FDS frame, MAP has not used it yet */
+    bool has_secret;
+    unsigned char secret[SHARE_SECRET_BYTES]; /* BY_HANDLE: whoever knows it may have the memory */
+    int peers[MOST_PEERS];               /* process ids that fetched it by handle, as this process sees them */
+    unsigned int peer_count;
+    struct share_handle opened;          /* OBJECT_OPENED: the handle that it was opened with */
+    unsigned int open_count;             /* OBJECT_OPENED: 0 while it is being opened or closed */
     struct memory_mapping *first_mapping;
     struct memory_object *next_to_free;
 };
 
 /* False when there is no address space for the tables. */
 bool objects_make(void);
+
+/* Memory of this process's own, which can be moved. */
+static inline bool object_is_own(const struct memory_object *object)
+{
+    return object->kind == OBJECT_ALLOC || object->kind == OBJECT_VMM;
+}
 
 /* After a fork: what the parent holds is not the child's. Leaves the lock free. */
 void objects_forget_all(void);
@@ -101,7 +122,8 @@ void mapping_show(struct memory_mapping *mapping);
 
 struct memory_mapping *mapping_around(CUdeviceptr address);
 
-/* The cuMemAlloc memory that contains `address`, as far as the application asked for it; NULL: none of ours. */
+/* The cuMemAlloc memory that contains `address`, as far as the application asked for it, this process's own or opened
+ * from another; NULL: none of ours. */
 struct memory_object *allocation_around(CUdeviceptr address);
 
 /* Ids that were announced and are gone since: the agent learns of them in RESTED. Gives how many fitted into `ids`. */
@@ -113,5 +135,8 @@ struct objects_held {
     uint64_t bytes;
 };
 struct objects_held objects_held(void);
+
+/* How many objects are memory of other processes. */
+unsigned int objects_imports(void);
 
 #endif

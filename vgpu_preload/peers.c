@@ -28,7 +28,8 @@ static bool devices_of(CUcontext other, CUdevice *here, CUdevice *there)
 static struct memory_mapping *mapping_of_place(unsigned int place, CUdevice device)
 {
     struct memory_object *object = object_at_place(place);
-    if (object == NULL || object->kind != OBJECT_ALLOC || object->is_dead || object->device != device) return NULL;
+    if (object == NULL || object->is_dead || object->device != device) return NULL;
+    if (object->kind != OBJECT_ALLOC && object->kind != OBJECT_OPENED) return NULL;
     return object->first_mapping;
 }
 

@@ -9,7 +9,7 @@ static struct memory_object *object_around(CUdeviceptr pointer)
 {
     struct memory_mapping *mapping = mapping_around(pointer);
     if (mapping == NULL || mapping->object->kind == OBJECT_IMPORT) return NULL;
-    return mapping->object->kind == OBJECT_ALLOC ? allocation_around(pointer) : mapping->object;
+    return mapping->object->kind == OBJECT_VMM ? mapping->object : allocation_around(pointer);
 }
 
 static bool read_facts(CUdeviceptr pointer, struct pointer_facts *facts)
@@ -19,7 +19,8 @@ static bool read_facts(CUdeviceptr pointer, struct pointer_facts *facts)
     if (object != NULL)
         *facts = (struct pointer_facts){
             .pointer = pointer,
-            .is_allocation = object->kind == OBJECT_ALLOC,
+            .is_allocation = object->kind != OBJECT_VMM,
+            .can_be_offered = object->kind == OBJECT_ALLOC,
             .base = object->first_mapping->address,
             .requested = object->requested,
             .context = object->context,
@@ -72,6 +73,7 @@ enum pointer_answer pointer_answer(const struct pointer_facts *facts, CUpointer_
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)data = facts->pointer; return ANSWERED;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER: return NOT_FOR_THIS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID: return answer_buffer_id(facts, data);
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(unsigned char *)data = facts->can_be_offered; return ANSWERED;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(unsigned char *)data = 0; return ANSWERED;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)data = facts->device; return ANSWERED;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:

@@ -9,7 +9,8 @@
 
 struct pointer_facts {
     CUdeviceptr pointer;
-    bool is_allocation; /* cuMemAlloc memory; else the application's own VMM memory */
+    bool is_allocation;  /* cuMemAlloc memory, or such memory of another process; else the application's own VMM memory */
+    bool can_be_offered; /* cuIpcGetMemHandle gives a handle for it */
     CUdeviceptr base;
     size_t requested;
     CUcontext context;

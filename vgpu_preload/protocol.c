@@ -62,7 +62,9 @@ static void write_devices(struct json_writer *json, const struct device_facts *f
 
 static void write_staged(struct json_writer *json, const struct hello_staged *staged)
 {
-    json_raw(json, "],\"mode\":\"staged\",\"protocol\":2,\"phase\":");
+    json_raw(json, "],\"mode\":\"staged\",\"protocol\":2,\"minor\":");
+    json_integer(json, PROTOCOL_MINOR);
+    json_raw(json, ",\"phase\":");
     json_string(json, staged->phase);
     json_raw(json, ",\"held\":{\"objects\":");
     json_integer(json, (long)staged->objects);

@@ -10,6 +10,7 @@
 #include "loaded_objects.h"
 
 #define FRAME_MAGIC 0x55504756U
+#define PROTOCOL_MINOR 1 /* of version 2: SHARES, and what INVENTORY_IS says about sharing */
 #define FRAME_HEADER_SIZE 16
 #define FRAME_MOST_PAYLOAD 65536U            /* version 1 */
 #define FRAME_MOST_PAYLOAD_STAGED (8U << 20) /* version 2 */
@@ -35,6 +36,8 @@ enum frame_type {
     FRAME_FAILED = 21,
     FRAME_FDS = 22,
     FRAME_OPENED = 23,
+    FRAME_SHARES = 24,
+    FRAME_SHARES_ARE = 25,
 };
 
 struct frame {

@@ -14,6 +14,8 @@
 #include "objects.h"
 #include "peers.h"
 #include "quiesce.h"
+#include "share_service.h"
+#include "shares.h"
 
 #define REST_DEADLINE_MS 60000 /* when the agent names none */
 
@@ -169,6 +171,7 @@ static bool answer_release(const struct request *request)
     fault = obstacle_to_release();
     if (fault.what != NULL) return reply_failed(request, &fault);
     phase = PHASE_RELEASED;
+    share_service_close(CLOSED_FOR_RELEASE);
     choose_context();
     fault = release_all();
     return answer_done(request, FRAME_RELEASED, begin, &fault);
@@ -192,6 +195,7 @@ static bool answer_open(const struct request *request)
     if (fault.what != NULL) return reply_failed(request, &fault);
     if (phase != PHASE_OPEN) gate_open();
     phase = PHASE_OPEN;
+    share_service_open(CLOSED_FOR_RELEASE);
     struct json_writer json = reply_begin();
     json_raw(&json, "{}");
     return reply_send(request, FRAME_OPENED, &json);
@@ -206,6 +210,7 @@ bool staging_answer(const struct frame *frame, const char *payload, const int *d
     switch (frame->type) {
     case FRAME_INVENTORY: return answer_inventory(&request, device_facts);
     case FRAME_EXPORT: return answer_export(&request);
+    case FRAME_SHARES: return answer_shares(&request, device_facts);
     case FRAME_REST: return answer_rest(&request);
     case FRAME_RELEASE: return answer_release(&request);
     case FRAME_FDS: return take_descriptors_of(&request);

@@ -22,6 +22,8 @@ struct fault {
     uint64_t object; /* 0: none in particular */
 };
 
+#define DESCRIPTORS_A_FRAME 200
+
 extern const struct fault list_is_broken;
 
 /* A writer on the one buffer for payloads; the frame is sent with its sequence. */

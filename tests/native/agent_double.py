@@ -19,6 +19,7 @@ HELLO, WELCOME, DETACH, DETACHED, PING, PONG = range(1, 7)
 INVENTORY, INVENTORY_IS, EXPORT, EXPORTED, REST, RESTED, RELEASE, RELEASED, MAP, MAPPED, OPEN, FAILED, FDS, OPENED = (
     range(10, 24)
 )
+SHARES, SHARES_ARE = 24, 25
 FDS_A_FRAME = 200
 HEADER = struct.Struct("<IHHII")
 
@@ -73,14 +74,24 @@ class Peer:
 
     def export(self, ids=None):
         """A descriptor for each object, which the caller closes."""
+        kind, answer, found = self.ask_with_descriptors(EXPORT, {"objects": ids})
+        assert (kind, answer) == (EXPORTED, {"count": len(found)})
+        return found
+
+    def shares(self):
+        """The shared objects, and a descriptor for each by id, which the caller closes."""
+        kind, answer, found = self.ask_with_descriptors(SHARES)
+        assert kind == SHARES_ARE, answer
+        return answer, found
+
+    def ask_with_descriptors(self, kind, payload=None):
         found = {}
-        kind, answer = self.ask(EXPORT, {"objects": ids})
+        kind, answer = self.ask(kind, payload)
         while kind == FDS:
             assert len(answer["objects"]) <= FDS_A_FRAME
             found.update((name, self.descriptors.pop(0)) for name in answer["objects"])
             kind, answer = self.answer()
-        assert (kind, answer) == (EXPORTED, {"count": len(found)})
-        return found
+        return kind, answer, found
 
     def rest(self, deadline_ms=5000):
         return self.ask_for(RESTED, REST, {"deadline_ms": deadline_ms})

@@ -73,6 +73,24 @@ def map_memory(handle, size):
     return address
 
 
+def offer(pointer):
+    """A legacy IPC handle as hex."""
+    handle = ok(d.cuIpcGetMemHandle(pointer))
+    return ctypes.string_at(handle.getPtr(), 64).hex()
+
+
+def handle_from(text):
+    """A CUipcMemHandle from hex."""
+    handle = d.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), bytes.fromhex(text), 64)
+    return handle
+
+
+def opened(text):
+    """The address of memory that another process has offered."""
+    return ok(d.cuIpcOpenMemHandle(handle_from(text), 1))
+
+
 def kernels(ptx):
     """Functions by name from the test kernels' PTX text."""
     module = ok(d.cuModuleLoadData(ptx.encode()))

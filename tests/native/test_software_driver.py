@@ -431,8 +431,44 @@ def test_stream_ordered_allocation_is_freed_in_stream_order(node, ptx):
     )
 
 
-def test_legacy_ipc_is_refused(node):
-    assert node.target().run("result = code(d.cuIpcGetMemHandle(p))") == NOT_SUPPORTED
+def test_interprocess_events_are_refused(node):
+    child = node.target("e = ok(d.cuEventCreate(0))")
+    assert child.run("result = code(d.cuIpcGetEventHandle(e))") == NOT_SUPPORTED
+
+
+GIVEN = "result = offer(p)"
+TAKEN = "q = opened({!r})"
+
+
+def test_memory_is_shared_by_a_legacy_handle(node):
+    owner, other = node.target(), node.child("start()")
+    other.run(TAKEN.format(owner.run(GIVEN)))
+    assert other.run("result = read(q, 256) == bytes(range(256))")
+    other.run("write(q, b'written by the other')")
+    assert owner.run("result = read(p, 20).decode()") == "written by the other"
+    free = "result = ok(d.cuMemGetInfo())[0]"
+    before = owner.run(free)
+    assert other.run("result = [code(d.cuIpcCloseMemHandle(q)), code(d.cuIpcCloseMemHandle(q))]") == [0, INVALID_VALUE]
+    assert owner.run("ok(d.cuMemFree(p)); " + free) == before + MIB
+
+
+def test_a_process_that_has_opened_memory_of_another_is_checkpointed_and_not_restored(node):
+    """As measured for memory imported by descriptor; assumed for legacy handles."""
+    owner, other, caller = node.target(), node.child("start()"), node.caller()
+    other.run(TAKEN.format(owner.run(GIVEN)))
+    caller.run(f"freeze({other.pid})")
+    assert caller.run(f"result = restore({other.pid})") == NOT_SUPPORTED
+
+
+def test_offered_memory_survives_the_owners_checkpoint_and_its_handle_does_not(node):
+    owner, other, caller = node.target(), node.child("start()"), node.caller()
+    handle = owner.run(GIVEN)
+    caller.run(f"freeze({owner.pid}); thaw({owner.pid})")
+    assert owner.run("result = read(p, 256) == bytes(range(256))")
+    with pytest.raises(AssertionError, match="INVALID_VALUE"):
+        other.run(TAKEN.format(handle))
+    other.run(TAKEN.format(owner.run(GIVEN)))
+    assert other.run("result = read(q, 256) == bytes(range(256))")
 
 
 # ---- accounting

@@ -1,23 +1,23 @@
 #include "../app_memory.h"
-#include "../descriptors.h"
 #include "../gate.h"
 #include "../intercept.h"
-#include "../objects.h"
+#include "../offers.h"
 
-/* Memory that came back from the agent is an import for the driver, and imports cannot be exported (measured: 1); then
- * the descriptor that came with it is the export. */
+/* The application's descriptors of one object are all of one open file. So memory that came back from the agent, which
+ * is an import for the driver and cannot be exported (measured: 1), is given by the descriptor that came with it. */
 WRAP(CUresult, cuMemExportToShareableHandle,
      (void *shareableHandle, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType handleType,
       unsigned long long flags))
 {
-    struct app_export object;
+    CUmemGenericAllocationHandle real;
+    int asked;
     PASS_GATE();
-    if (!entered_gate || !app_memory_export(handle, &object))
+    if (!entered_gate || !app_memory_properties(handle, &real, &asked))
         return NEXT(cuMemExportToShareableHandle, shareableHandle, handle, handleType, flags);
-    if ((object.asked_handle_types & handleType) == 0) return CUDA_ERROR_INVALID_VALUE;
-    if (object.kept_fd >= 0 && handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && shareableHandle != NULL)
-        return descriptor_copy(object.kept_fd, (int *)shareableHandle) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    CUresult rc = NEXT(cuMemExportToShareableHandle, shareableHandle, object.handle, handleType, flags);
-    if (rc == CUDA_SUCCESS) app_memory_exported(handle);
+    if ((asked & handleType) == 0) return CUDA_ERROR_INVALID_VALUE;
+    bool is_descriptor = handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && shareableHandle != NULL && flags == 0;
+    if (is_descriptor && offer_by_descriptor_again(handle, shareableHandle)) return CUDA_SUCCESS;
+    CUresult rc = NEXT(cuMemExportToShareableHandle, shareableHandle, real, handleType, flags);
+    if (rc == CUDA_SUCCESS) offer_made(handle, is_descriptor ? *(int *)shareableHandle : -1);
     return rc;
 }

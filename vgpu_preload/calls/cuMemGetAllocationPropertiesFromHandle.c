@@ -5,11 +5,12 @@
 /* The way of sharing that was added for us is not shown. */
 WRAP(CUresult, cuMemGetAllocationPropertiesFromHandle, (CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle))
 {
-    struct app_export object;
+    CUmemGenericAllocationHandle real;
+    int asked;
     PASS_GATE();
-    if (!entered_gate || !app_memory_export(handle, &object))
+    if (!entered_gate || !app_memory_properties(handle, &real, &asked))
         return NEXT(cuMemGetAllocationPropertiesFromHandle, prop, handle);
-    CUresult rc = NEXT(cuMemGetAllocationPropertiesFromHandle, prop, object.handle);
-    if (rc == CUDA_SUCCESS) prop->requestedHandleTypes = object.asked_handle_types;
+    CUresult rc = NEXT(cuMemGetAllocationPropertiesFromHandle, prop, real);
+    if (rc == CUDA_SUCCESS) prop->requestedHandleTypes = asked;
     return rc;
 }

@@ -38,7 +38,7 @@
     }                                     \
     static CUresult name##_body params
 
-/* An exported call that this driver refuses: legacy IPC and the like. */
+/* An exported call that this driver refuses: interprocess events and the like. */
 #define REFUSED(name, params, code)  \
     EXPORT CUresult name params      \
     {                                \
@@ -165,8 +165,9 @@ void graph_run(CUstream stream, CUgraphExec exec);
 void capture_invalidate(struct capture *capture);
 
 /* memory.c */
-enum range_kind { RANGE_DEVICE, RANGE_MANAGED, RANGE_HOST, RANGE_REGISTERED, RANGE_MAPPED };
+enum range_kind { RANGE_DEVICE, RANGE_MANAGED, RANGE_HOST, RANGE_REGISTERED, RANGE_MAPPED, RANGE_OPENED };
 struct physical;
+struct ipc_name { int pid; uint64_t buffer_id; };
 struct range {
     uint64_t base;
     size_t size, span;
@@ -176,7 +177,11 @@ struct range {
     CUcontext context;
     uint64_t buffer_id;
     struct physical *physical; /* RANGE_MAPPED */
-    size_t offset;
+    size_t offset;                          /* RANGE_DEVICE: in the arena */
+    bool is_offerable;                      /* RANGE_DEVICE: cuIpcGetMemHandle takes it */
+    int ipc_slot;                           /* RANGE_DEVICE: its place in the arena's table, -1: none */
+    struct ipc_name opened;                 /* RANGE_OPENED */
+    int references;                         /* RANGE_OPENED */
     unsigned char peer_access[MAX_DEVICES]; /* RANGE_MAPPED: what cuMemSetAccess gave other devices */
     void *saved;                            /* content while checkpointed */
 };
@@ -186,12 +191,20 @@ extern size_t range_count;
 struct range *range_find(uint64_t address);
 CUresult range_add(struct range range);
 void range_remove(struct range *range);
-CUresult memory_allocate(CUcontext context, size_t bytes, uint64_t *address);
+CUresult memory_allocate(CUcontext context, size_t bytes, bool is_offerable, uint64_t *address);
 void memory_free_address(uint64_t address);
 void memory_free_context(CUcontext context);
 bool memory_is_device(uint64_t address, size_t bytes, bool write);
 bool memory_is_pageable_host(uint64_t address);
 int memory_new_memfd(int device, size_t bytes);
+/* The memfd of this process's allocations on a device; -1: none can be made. It begins with a table of offered allocations. */
+#define ARENA_TABLE_BYTES (64ull << 10)
+int memory_arena(int device);
+void memory_close_arenas(void);
+
+/* ipc.c, with driver_lock held */
+void ipc_withdraw(struct range *range);
+bool ipc_has_opened(void);
 
 /* vmm.c */
 struct physical {
@@ -204,6 +217,7 @@ struct physical {
 };
 extern struct physical *all_physical;
 bool vmm_has_imports(void);
+int vmm_device_of_fd(int fd); /* -1: not of a device of ours */
 bool vmm_is_reserved(uint64_t address); /* with driver_lock held */
 
 /* module.c and kernels.c */

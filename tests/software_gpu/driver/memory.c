@@ -1,9 +1,11 @@
 /* The table of address ranges the driver knows, and device memory made from memfds.
  *
- * Every device allocation is a shared mapping of its own memfd, so a process that holds device memory shows it in /proc/PID/maps
- * and a checkpoint has something to take away.
+ * The allocations of a process on one device are shared mappings of one memfd, its arena, so a process that holds device memory
+ * shows it in /proc/PID/maps and a checkpoint has something to take away. Places in the arena are never used again; a freed one
+ * is punched out, which gives its pages back. Other processes open the arena for legacy IPC (ipc.c).
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -78,24 +80,55 @@ int memory_new_memfd(int device, size_t bytes)
     return fd;
 }
 
-static void *map_new_memory(int device, size_t span)
+/* `end` 0: none yet. It stays when the arena goes for a checkpoint, because the places stay. */
+static struct { int fd; uint64_t end; } arenas[MAX_DEVICES];
+
+int memory_arena(int device)
 {
-    int fd = memory_new_memfd(device, span);
-    if (fd < 0) return MAP_FAILED;
-    void *address = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    close(fd);
+    if (arenas[device].end && arenas[device].fd >= 0) return arenas[device].fd;
+    if (!arenas[device].end) arenas[device].end = ARENA_TABLE_BYTES;
+    int fd = memory_new_memfd(device, arenas[device].end);
+    arenas[device].fd = fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 300);
+    if (fd >= 0) close(fd);
+    return arenas[device].fd;
+}
+
+void memory_close_arenas(void)
+{
+    for (int device = 0; device < MAX_DEVICES; device++) {
+        if (!arenas[device].end) continue;
+        if (arenas[device].fd >= 0) close(arenas[device].fd);
+        arenas[device].fd = -1;
+    }
+}
+
+static void *map_new_memory(int device, size_t span, uint64_t *offset)
+{
+    int fd = memory_arena(device);
+    if (fd < 0 || ftruncate(fd, (off_t)(arenas[device].end + span)) != 0) return MAP_FAILED;
+    *offset = arenas[device].end;
+    void *address = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)*offset);
+    if (address != MAP_FAILED) arenas[device].end += span;
     return address;
 }
 
-CUresult memory_allocate(CUcontext context, size_t bytes, uint64_t *address)
+static void punch_out(const struct range *range)
 {
+    int fd = memory_arena(range->device);
+    if (fd >= 0) (void)!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)range->offset, (off_t)range->span);
+}
+
+CUresult memory_allocate(CUcontext context, size_t bytes, bool is_offerable, uint64_t *address)
+{
+    uint64_t offset = 0;
     size_t span = ROUND_UP(bytes, PAGE);
     NEED(bytes > 0 && span >= bytes, CUDA_ERROR_INVALID_VALUE);
     pthread_mutex_lock(&driver_lock);
     CUresult rc = device_reserve(context->device, span);
-    void *mapped = rc == CUDA_SUCCESS ? map_new_memory(context->device, span) : MAP_FAILED;
+    void *mapped = rc == CUDA_SUCCESS ? map_new_memory(context->device, span, &offset) : MAP_FAILED;
     if (rc == CUDA_SUCCESS) {
-        struct range range = {.base = (uint64_t)mapped, .size = bytes, .span = span, .kind = RANGE_DEVICE, .device = context->device, .access = 3, .context = context};
+        struct range range = {.base = (uint64_t)mapped, .size = bytes, .span = span, .kind = RANGE_DEVICE, .device = context->device, .access = 3, .context = context,
+                              .offset = offset, .is_offerable = is_offerable, .ipc_slot = -1};
         rc = mapped == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : range_add(range);
         if (rc != CUDA_SUCCESS) {
             device_give_back(context->device, span);
@@ -109,7 +142,11 @@ CUresult memory_allocate(CUcontext context, size_t bytes, uint64_t *address)
 
 static void free_range(struct range *range)
 {
-    if (range->kind == RANGE_DEVICE) device_give_back(range->device, range->span);
+    if (range->kind == RANGE_DEVICE) {
+        device_give_back(range->device, range->span);
+        ipc_withdraw(range);
+        punch_out(range);
+    }
     if (range->kind != RANGE_REGISTERED) munmap((void *)range->base, range->span);
     range_remove(range);
 }

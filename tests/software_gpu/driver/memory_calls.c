@@ -22,7 +22,7 @@ API(cuMemAlloc_v2, (CUdeviceptr *out, size_t bytes), (out, bytes))
     NEED(out, CUDA_ERROR_INVALID_VALUE);
     NEED(context, CUDA_ERROR_INVALID_CONTEXT);
     uint64_t address;
-    TRY(memory_allocate(context, bytes, &address));
+    TRY(memory_allocate(context, bytes, true, &address));
     *out = address;
     return CUDA_SUCCESS;
 }
@@ -34,7 +34,7 @@ API(cuMemAllocPitch_v2, (CUdeviceptr *out, size_t *pitch, size_t width, size_t h
     NEED(context, CUDA_ERROR_INVALID_CONTEXT);
     *pitch = ROUND_UP(width, 512);
     uint64_t address;
-    TRY(memory_allocate(context, *pitch * height, &address));
+    TRY(memory_allocate(context, *pitch * height, true, &address));
     *out = address;
     return CUDA_SUCCESS;
 }
@@ -172,7 +172,8 @@ static CUresult pointer_attribute(void *data, int attribute, uint64_t address, c
     case 12: *(size_t *)data = range->size; return CUDA_SUCCESS;
     case 13: *(bool *)data = true; return CUDA_SUCCESS;
     case 14: *(uint64_t *)data = range->physical ? (uint64_t)range->physical->handle_types : 0; return CUDA_SUCCESS;
-    case 10: case 15: *(bool *)data = false; return CUDA_SUCCESS;
+    case 10: *(bool *)data = range->is_offerable; return CUDA_SUCCESS;
+    case 15: *(bool *)data = false; return CUDA_SUCCESS;
     case 16: *(int *)data = range->access; return CUDA_SUCCESS;
     case 17: *(void **)data = NULL; return CUDA_SUCCESS;
     default: return CUDA_ERROR_NOT_SUPPORTED;
@@ -211,10 +212,3 @@ API(cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr addres
     return lookup(address, &range);
 }
 
-REFUSED(cuIpcGetMemHandle, (void *handle, CUdeviceptr address), CUDA_ERROR_NOT_SUPPORTED)
-REFUSED(cuIpcCloseMemHandle, (CUdeviceptr address), CUDA_ERROR_NOT_SUPPORTED)
-REFUSED(cuIpcGetEventHandle, (void *handle, CUevent event), CUDA_ERROR_NOT_SUPPORTED)
-
-struct ipc_handle { char reserved[64]; };
-REFUSED(cuIpcOpenMemHandle_v2, (CUdeviceptr *out, struct ipc_handle handle, unsigned flags), CUDA_ERROR_NOT_SUPPORTED)
-REFUSED(cuIpcOpenEventHandle, (CUevent *out, struct ipc_handle handle), CUDA_ERROR_NOT_SUPPORTED)

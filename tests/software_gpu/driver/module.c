@@ -78,7 +78,7 @@ static CUresult read_globals(CUmodule module, const char *ptx)
         NEED(module->global_count < MAX_NAMES, CUDA_ERROR_INVALID_PTX);
         struct global *global = &module->globals[module->global_count];
         TRY(read_global(at + 7, global));
-        TRY(memory_allocate(module->context, global->bytes, &global->address));
+        TRY(memory_allocate(module->context, global->bytes, false, &global->address));
         module->global_count++;
     }
     return CUDA_SUCCESS;

@@ -23,7 +23,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes, CUstream handle)
     NEED(out, CUDA_ERROR_INVALID_VALUE);
     TRY(stream_resolve(handle, &stream));
     NEED(!stream->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    TRY(memory_allocate(stream->context, bytes, &address));
+    TRY(memory_allocate(stream->context, bytes, false, &address));
     *out = address;
     return CUDA_SUCCESS;
 }

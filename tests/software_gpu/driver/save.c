@@ -64,11 +64,12 @@ static bool copy_out_all(void)
 static void hide_addresses(void)
 {
     for (size_t n = 0; n < range_count; n++)
-        if (ranges[n]->kind == RANGE_DEVICE || ranges[n]->kind == RANGE_MAPPED) mmap((void *)ranges[n]->base, ranges[n]->span, PROT_NONE, HIDDEN_FLAGS, -1, 0);
+        if (ranges[n]->kind == RANGE_DEVICE || ranges[n]->kind == RANGE_MAPPED || ranges[n]->kind == RANGE_OPENED) mmap((void *)ranges[n]->base, ranges[n]->span, PROT_NONE, HIDDEN_FLAGS, -1, 0);
     for (struct physical *p = all_physical; p; p = p->next) {
         close(p->fd);
         p->fd = -1;
     }
+    memory_close_arenas();
 }
 
 CUresult save_memory(void)
@@ -82,12 +83,13 @@ CUresult save_memory(void)
     return CUDA_SUCCESS;
 }
 
-static bool fill_memfd(int fd, const char *content, size_t bytes)
+static bool fill_memfd(int fd, const char *content, size_t bytes, size_t offset)
 {
     while (bytes > 0) {
-        ssize_t written = write(fd, content, bytes);
+        ssize_t written = pwrite(fd, content, bytes, (off_t)offset);
         if (written <= 0) return false;
         content += written;
+        offset += (size_t)written;
         bytes -= (size_t)written;
     }
     return true;
@@ -101,9 +103,9 @@ static bool map_at(uint64_t base, size_t span, int access, int fd, size_t offset
 
 static bool bring_back_device_range(struct range *range)
 {
-    int fd = memory_new_memfd(range->device, range->span);
-    bool ok = fd >= 0 && fill_memfd(fd, range->saved, range->span) && map_at(range->base, range->span, 3, fd, 0);
-    if (fd >= 0) close(fd);
+    int fd = memory_arena(range->device);
+    bool ok = fd >= 0 && fill_memfd(fd, range->saved, range->span, range->offset) && map_at(range->base, range->span, 3, fd, range->offset);
+    range->ipc_slot = -1; /* the table is a new one, and older importers keep the old memory */
     release(&range->saved, range->span);
     return ok;
 }
@@ -111,7 +113,7 @@ static bool bring_back_device_range(struct range *range)
 static bool bring_back_physical(struct physical *physical)
 {
     physical->fd = memory_new_memfd(physical->device, physical->bytes);
-    bool ok = physical->fd >= 0 && fill_memfd(physical->fd, physical->saved, physical->bytes);
+    bool ok = physical->fd >= 0 && fill_memfd(physical->fd, physical->saved, physical->bytes, 0);
     release(&physical->saved, physical->bytes);
     return ok;
 }

@@ -53,7 +53,7 @@ bool vmm_has_imports(void)
 {
     for (struct physical *p = all_physical; p; p = p->next)
         if (p->is_imported) return true;
-    return false;
+    return ipc_has_opened();
 }
 
 bool vmm_is_reserved(uint64_t address)
@@ -329,7 +329,7 @@ API(cuMemExportToShareableHandle, (void *out, CUmemGenericAllocationHandle handl
 }
 
 /* The device a descriptor of ours belongs to, from the memfd's name; -1 for anything else. */
-static int device_of_fd(int fd)
+int vmm_device_of_fd(int fd)
 {
     char link[64], target[128] = "", uuid[41];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -344,7 +344,7 @@ static int device_of_fd(int fd)
 static CUresult import_fd(CUmemGenericAllocationHandle *out, int shared)
 {
     struct stat seen;
-    int device = device_of_fd(shared);
+    int device = vmm_device_of_fd(shared);
     NEED(device >= 0 && fstat(shared, &seen) == 0, CUDA_ERROR_INVALID_VALUE);
     TRY(device_claim(device));
     int fd = fcntl(shared, F_DUPFD_CLOEXEC, 0);
