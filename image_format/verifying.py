@@ -221,9 +221,7 @@ class Directory:
         """Refuse what was still being sealed or unpacked: without documents nothing else would show it."""
         for name in sorted(self._list()):
             if name.startswith(PARTIAL_PREFIX):
-                raise UnexpectedEntry(
-                    where=self.path, entry=ascii(name)[1:-1], what="was left by a write that was cut off"
-                )
+                raise UnexpectedEntry(where=self.path, entry=ascii(name)[1:-1], what=CUT_OFF)
 
     @staticmethod
     def listed(directory_fd: int) -> dict[str, os.stat_result]:

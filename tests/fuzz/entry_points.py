@@ -65,6 +65,10 @@ REACHED = {
         "gpu_state.preload_objects:Mapping.from_json", "gpu_state.preload_objects:Held.from_json",
         "gpu_state.preload_objects:Blocker.from_json",
     ],
+    "preload shares": [
+        "gpu_state.preload_objects:Share.from_json", "gpu_state.preload_objects:Import.from_json",
+        "gpu_state.preload_objects:Sharing.from_json",
+    ],
     "state files": ["gpu_state.known_containers:KnownContainer.from_json"],
     "journal": [
         "gpu_state.leases:Lease.from_json", "gpu_state.staged_lease:StagedPart.from_json", "gpu_state.staged_lease:StagedProcess.from_json",
@@ -74,7 +78,7 @@ REACHED = {
     ],
     "runtime.conf": ["oci_hook.settings:parse_settings"],
     "runtime.conf file": ["oci_hook.settings:read_settings"],
-    "config.json edits": ["oci_hook.injection:parse_spec"],
+    "config.json edits": ["oci_hook.injection:parse_spec", "oci_hook.injection:parse_object"],
     "command line of the shim": ["runtime_shim.arguments:parse"],
     "version of a runtime": ["runtime_shim.low_level:parse_version"],
     "pid file": ["runtime_shim.restore:read_pid"],

@@ -14,7 +14,7 @@ from gpu_state import (
     requests,
 )
 from gpu_state.preload_frames import FrameError, FrameReader, Hello
-from gpu_state.preload_objects import Holdings
+from gpu_state.preload_objects import Holdings, shares_from_json
 from gpu_state.processes import GpuProcess
 from image_format.record import Record, Requirement
 from oci_hook import edits, injection, settings, state
@@ -39,8 +39,22 @@ OBJECT = {
     "id": 1, "size": 2 << 20, "device": 0, "uuid": UUID, "kind": "alloc", "requested": 5,
     "mappings": [{"va": "0x7f0000000000", "size": 2 << 20, "offset": 0, "access": [[0, 3]]}],
 }  # fmt: skip
+IMPORT = {
+    "id": 9,
+    "kind": "import",
+    "size": 2 << 20,
+    "mappings": OBJECT["mappings"],
+    "exporter": {"process": 8, "object": 1},
+}
+SHARES = {
+    "shares": [
+        {"role": "exporter", **OBJECT, "shared": {"ways": ["fd"], "peers": [8], "peer_count": 1}},
+        {"role": "importer", **IMPORT},
+    ]
+}
 HOLDINGS = {
-    "objects": [OBJECT],
+    "objects": [OBJECT | {"shared": {"ways": ["ipc"], "peers": [8], "peer_count": 2}}],
+    "imports": [IMPORT],
     "driver_held": [{"kind": "small", "count": 3, "bytes": 4096}],
     "blockers": [{"kind": "ipc", "va": "0x7f0000000000", "bytes": 1, "what": "an import"}],
 }
@@ -139,6 +153,7 @@ AGENT = {
     "preload frames": Target(framed, HELLO_FRAME + HOLDINGS_FRAME, "bytes", FrameError),
     "preload hello": Target(Hello.from_json, HELLO, "object", FrameError),
     "preload holdings": Target(Holdings.from_json, HOLDINGS, "object", FrameError),
+    "preload shares": Target(shares_from_json, SHARES, "object", FrameError),
     "state files": Target(containers_in, as_bytes(STATE), "json bytes"),
     "journal": Target(leases_in, as_bytes(LEASE), "json bytes"),
     "fitness of a record": Target(fitness_of, FIT_RECORD, "json bytes"),
