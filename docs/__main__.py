@@ -12,7 +12,7 @@ from tools import cli_help, errors_page, measurements, support_matrix
 
 def main(argv: list[str]) -> int:
     """Run all generators; the worst status counts."""
-    return max(part.main(argv) for part in (errors_page, cli_help, measurements, support_matrix))
+    return max(main(argv) for main in (errors_page.main, cli_help.main, measurements.main, support_matrix.main))
 
 
 if __name__ == "__main__":
