@@ -46,8 +46,9 @@ def pytest_collection_finish(session):
     """Build the selected tests' roots before the first test, whose time limit is no measure for a package mirror."""
     if session.config.option.collectonly or os.geteuid() != 0:
         return
-    rows = {item.callspec.params["row"] for item in session.items if "row" in getattr(item, "fixturenames", ())}
-    rows |= {name for item in session.items for mark in item.iter_markers("host_rows") for name in mark.args}
+    items = [item for item in session.items if item.get_closest_marker("engines")]
+    rows = {item.callspec.params["row"] for item in items if "row" in getattr(item, "fixturenames", ())}
+    rows |= {name for item in items for mark in item.iter_markers("host_rows") for name in mark.args}
     for row in sorted(rows):
         try:
             root_for(row)
