@@ -1,6 +1,7 @@
-"""Holds every document that a verb prints in any test to its written schema in spec/."""
+"""For all tests: signals as a terminal leaves them, and every document that a verb prints held to its written schema in spec/."""
 
 import json
+import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,12 @@ import pytest
 
 SPEC = Path(__file__).parents[1] / "spec"
 VERBS_PACKAGE = "vgpu_cli.verbs."
+
+
+def pytest_configure(config):
+    """A suite in the background of a script inherits ignored signals, which programs must then leave ignored, ours too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Runs the whole suite as two pytest processes at a time: the tests in test hosts, and all others.
+"""Runs the whole suite in parts, two pytest processes at a time: tests in test hosts in two parts, and all others.
 
-Most of their time is waiting, so two fit two cores and `make test` takes as long as the longer one. The output of the one
-in the background follows when the other has ended; the last line sums both up. Called by `make test`.
+Most of their time is waiting, so two fit two cores. The output of a part in the background follows when it has ended; the
+last line sums all up. Called by `make test`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,41 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
-PARTS = {"in test hosts": "engines and not gpu", "all others": "not engines and not gpu"}
+ENGINES = Path("tests/engines")
+# The other half of the engines' time; what is in no list goes with the first.
+SECOND_HALF = ("bad_input", "containerd", "cosign", "cri", "deploy", "docker", "interrupted", "nri", "registry")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b")
+AT_A_TIME = 2
+TELL_S = 30.0
+
+Part = tuple[str, list[str]]
 
 
 def main() -> int:
-    """The worse of the two exit statuses."""
+    """The worst of the exit statuses."""
     with_hosts = "--without-hosts" not in sys.argv[1:]
-    hosts = _start(PARTS["in test hosts"]) if with_hosts else None
-    status, text = _finish(_start(PARTS["all others"]), echo=True)
-    if hosts is not None:
-        hosts_status, hosts_text = _finish(hosts, echo=False)
-        print(f"\n== the tests in test hosts\n{hosts_text}", flush=True)
-        status, text = max(status, hosts_status), text + hosts_text
+    waiting = [("all others", ["-m", "not engines and not gpu"]), *(_engine_parts() if with_hosts else [])]
+    running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+    status, text, tells_at = 0, "", 0.0
+    while waiting or running:
+        while waiting and len(running) < AT_A_TIME:
+            name, arguments = waiting.pop(0)
+            running.append((name, *_start(arguments)))
+        if time.monotonic() > tells_at:
+            print("; ".join(f"{name}: {_progress(path)}" for name, _, path in running), flush=True)
+            tells_at = time.monotonic() + TELL_S
+        time.sleep(1)
+        for part in [part for part in running if part[1].poll() is not None]:
+            running.remove(part)
+            name, process, path = part
+            said = path.read_text(encoding="utf-8", errors="replace")
+            path.unlink()
+            print(f"\n== {name}\n{said}", flush=True)
+            status, text = max(status, process.returncode), text + said
     counts = _counts(text)
     print(
         f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped",
@@ -34,30 +53,26 @@ def main() -> int:
     return status
 
 
-def _start(marks: str) -> tuple[subprocess.Popen[bytes], Path]:
+def _engine_parts() -> list[Part]:
+    files = sorted(ENGINES.glob("test_*.py"))
+    second = [file for file in files if file.stem.removeprefix("test_").startswith(SECOND_HALF)]
+    marks = ["-m", "engines and not gpu"]
+    return [
+        ("tests in test hosts, first half", [*marks, *(str(file) for file in files if file not in second)]),
+        ("tests in test hosts, second half", [*marks, *map(str, second)]),
+    ]
+
+
+def _start(arguments: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
     with tempfile.NamedTemporaryFile(prefix="vgpu-tests-", suffix=".log", delete=False) as log:
-        command = [sys.executable, "-u", "-m", "pytest", "-m", marks]
+        command = [sys.executable, "-u", "-m", "pytest", *arguments]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL), Path(log.name)
 
 
-def _finish(part: tuple[subprocess.Popen[bytes], Path], *, echo: bool) -> tuple[int, str]:
-    process, path = part
-    with path.open(encoding="utf-8", errors="replace") as log:
-        text = ""
-        while True:
-            has_ended = process.poll() is not None
-            piece = log.read()
-            text += piece
-            if echo and piece:
-                print(piece, end="", flush=True)
-            if has_ended:
-                break
-            try:
-                process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                continue
-    path.unlink()
-    return process.returncode, text
+def _progress(log: Path) -> str:
+    """How far a part is, by the last line of dots that is whole."""
+    said = re.findall(r"\[ *(\d+%)\]", log.read_text(encoding="utf-8", errors="replace"))
+    return said[-1] if said else "begun"
 
 
 def _counts(text: str) -> Counter[str]:
