@@ -161,7 +161,14 @@ def large(node):
 
 
 def slowed(node, call):
-    """The software driver takes its time for the next such call: the moment to kill in must not be missed."""
+    """The software driver takes its time for the next such call: the moment to kill in must not be missed.
+
+    Nor taken too early: what an earlier test's agent undoes has a journal entry for as long as that takes.
+    """
+    ends = time.monotonic() + 30
+    while list(pathlib.Path(node.root, "run/vgpu/journal").glob("*.json")):
+        assert time.monotonic() < ends, "an earlier freeze is not undone"
+        time.sleep(0.05)
     node.write(f"{SOFTWARE_STATE}/fault-{call}", "0 2000")
 
 
