@@ -85,14 +85,20 @@ class Bench:
         base: dict[str, dict[str, Any]] = {"up": {}, "down": {}}
         if host is not None:
             base = self._skopeo(host, reference)
-        rows.append(measurement.row(f"{name}-push", "push of new content", "GB/s", [self._rate(push_s)], **base["up"]))
         rows.append(
-            measurement.row(f"{name}-pull", "pull to a directory", "GB/s", [self._rate(pull_s)], **base["down"])
+            measurement.row(f"registry_{name}_push", "push of new content", "GB/s", [self._rate(push_s)], **base["up"])
         )
-        rows.append(measurement.row(f"{name}-again", "push of the same again", "s", [round(again_s, 3)]))
-        rows.append(measurement.row(f"{name}-again-bytes", "bytes it sent", "bytes", [float(nothing)]))
+        rows.append(
+            measurement.row(
+                f"registry_{name}_pull", "pull to a directory", "GB/s", [self._rate(pull_s)], **base["down"]
+            )
+        )
+        rows.append(measurement.row(f"registry_{name}_again", "push of the same again", "s", [round(again_s, 3)]))
+        rows.append(measurement.row(f"registry_{name}_again_bytes", "bytes it sent", "bytes", [float(nothing)]))
         share = round(100 * changed / sent, 3)
-        rows.append(measurement.row(f"{name}-changed", "push after 1% changed: share of the bytes", "%", [share]))
+        rows.append(
+            measurement.row(f"registry_{name}_changed", "push after 1% changed: share of the bytes", "%", [share])
+        )
         shutil.rmtree(self.folder / f"out-{name}")
         return rows
 
