@@ -13,6 +13,8 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "docs" / "measurements"
@@ -89,6 +91,22 @@ class Transcript:
     def text(self) -> str:
         """All of it."""
         return "".join(f"{line}\n" for line in self._lines)
+
+
+def interleaved_rates(
+    runs: dict[str, Callable[[], object]], rounds: int, size_bytes: int, out: Transcript
+) -> dict[str, list[float]]:
+    """GB/s of each run in each round, all runs once a round and once before; each works on `size_bytes`."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for number in range(rounds):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            rates[name].append(round(size_bytes / (time.perf_counter() - started) / 1e9, 3))
+            out.say(f"round {number} {name}: {rates[name][-1]} GB/s")
+    return rates
 
 
 def module_name() -> str:

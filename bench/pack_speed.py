@@ -17,12 +17,11 @@ import shutil
 import struct
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.measurement import Transcript, row, write
+from bench.measurement import Transcript, interleaved_rates, row, write
 from image_format import chunk_index
 from image_format.archives.small_files import write_small_files
 from image_format.chunk_index import CHUNK_SIZE
@@ -48,7 +47,7 @@ def main() -> int:
         runs = Runs(folder, Path(scratch) / "out")
         out = Transcript()
         out.say_load("before")
-        rates = measure(runs.all(), options.rounds, size_bytes, out)
+        rates = interleaved_rates(runs.all(), options.rounds, size_bytes, out)
         out.say_load("after")
     rows = made_rows(rates, size_bytes)
     for made in rows:
@@ -140,21 +139,6 @@ class Runs:
             "raw": self._raw,
             "zstd": plan_packs(self._index, compression=Compression(frozenset({RegionKind.FILE}))),
         }
-
-
-def measure(
-    runs: dict[str, Callable[[], object]], rounds: int, size_bytes: int, out: Transcript
-) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for number in range(rounds):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            rates[name].append(round(size_bytes / (time.perf_counter() - started) / 1e9, 3))
-            out.say(f"round {number} {name}: {rates[name][-1]} GB/s")
-    return rates
 
 
 def made_rows(rates: dict[str, list[float]], size_bytes: int) -> list[dict[str, Any]]:

@@ -13,14 +13,12 @@ import os
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from bench.measurement import Transcript, row, write
+from bench.measurement import Transcript, interleaved_rates, row, write
 from image_format.archives.archive import verify_archive
 from image_format.chunk_index import CHUNK_SIZE
 from image_format.record import Container, LowLevelRuntime, Record
@@ -53,7 +51,7 @@ def main() -> int:
         }
         out = Transcript()
         out.say_load("before")
-        rates = measure(runs, options.rounds, size_bytes, out)
+        rates = interleaved_rates(runs, options.rounds, size_bytes, out)
         out.say_load("after")
     rows = made_rows(rates, size_bytes)
     for made in rows:
@@ -88,21 +86,6 @@ def plain_loop(folder: Path) -> None:
         with path.open("rb") as file:
             while data := file.read(CHUNK_SIZE):
                 blake3(data).digest()
-
-
-def measure(
-    runs: dict[str, Callable[[], object]], rounds: int, size_bytes: int, out: Transcript
-) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for number in range(rounds):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            rates[name].append(round(size_bytes / (time.perf_counter() - started) / 1e9, 3))
-            out.say(f"round {number} {name}: {rates[name][-1]} GB/s")
-    return rates
 
 
 def made_rows(rates: dict[str, list[float]], size_bytes: int) -> list[dict[str, Any]]:

@@ -47,14 +47,7 @@ def digest_of(data: bytes) -> str:
 
 def get(session: Session, repository: str, target: str) -> StoredManifest:
     """A manifest by tag or digest."""
-    answer = session.call(
-        "GET",
-        _path(repository, target),
-        pull_scope(repository),
-        accept=(200, 404),
-        max_bytes=MAX_MANIFEST_BYTES,
-        headers={"Accept": ACCEPTED},
-    )
+    answer = _ask(session, "GET", repository, target)
     if answer.status == 404:
         raise NotInRegistry(where=f"{session.host}/{repository}", what=f"manifest {target}")
     found = StoredManifest(answer.body, _media_type(answer), digest_of(answer.body))
@@ -67,17 +60,21 @@ def get(session: Session, repository: str, target: str) -> StoredManifest:
 
 def head(session: Session, repository: str, target: str) -> str | None:
     """The digest of a manifest that is there, or None."""
-    answer = session.call(
-        "HEAD",
+    answer = _ask(session, "HEAD", repository, target)
+    if answer.status == 404:
+        return None
+    return answer.header("Docker-Content-Digest") or get(session, repository, target).digest
+
+
+def _ask(session: Session, method: str, repository: str, target: str) -> Answer:
+    return session.call(
+        method,
         _path(repository, target),
         pull_scope(repository),
         accept=(200, 404),
         max_bytes=MAX_MANIFEST_BYTES,
         headers={"Accept": ACCEPTED},
     )
-    if answer.status == 404:
-        return None
-    return answer.header("Docker-Content-Digest") or get(session, repository, target).digest
 
 
 def put(session: Session, repository: str, target: str, data: bytes, media_type: str) -> Answer:
