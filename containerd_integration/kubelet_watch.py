@@ -17,10 +17,11 @@ import stat
 import subprocess
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from containerd_integration.kubelet_sealing import remove_half_sealed, seal_archive
 from containerd_integration.leftovers import find_leftovers, remove
+from gpu_state.state_watch import StateWatch
 from image_format import canonical_json
 from image_format.archives import archive
 from image_format.trust.policy import Policy
@@ -208,29 +209,19 @@ class _Events:
     """Files that were closed after writing or renamed into the folder; without inotify only the waiting time."""
 
     def __init__(self, folder: Path) -> None:
-        self._notifier: Any = None
-        try:
-            import pyinotify  # noqa: PLC0415 - without it the rescan alone serves
-        except ImportError:
-            return
-        manager = pyinotify.WatchManager()
-        manager.add_watch(str(folder), pyinotify.IN_CLOSE_WRITE | pyinotify.IN_MOVED_TO)
-        self._notifier = pyinotify.Notifier(manager, default_proc_fun=lambda _event: None, timeout=0)
-        self._fd: int = manager.get_fd()
+        self._watch = StateWatch(folder, arrivals_only=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._notifier is not None:
-            self._notifier.stop()
+        self._watch.close()
 
     def wait(self, seconds: float) -> None:
         """Until something happened, or the time is over; events that came meanwhile are taken together."""
-        if self._notifier is None:
+        descriptor = self._watch.fileno()
+        if descriptor is None:
             time.sleep(seconds)
             return
-        select.select([self._fd], [], [], seconds)
-        while self._notifier.check_events(timeout=0):
-            self._notifier.read_events()
-            self._notifier.process_events()
+        select.select([descriptor], [], [], seconds)
+        self._watch.clear()

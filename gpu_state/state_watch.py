@@ -1,7 +1,8 @@
-"""Notices changes in /run/vgpu/state, where the runtime shim writes one file per GPU container.
+"""Notices changes in a folder: /run/vgpu/state, where the shim writes one file per GPU container, and the kubelet's checkpoints.
 
-Only wakes its owner up; registration.py then lists the folder, so that a lost event costs five seconds and not a container.
-Through pyinotify; where that package is missing the same listing every five seconds is all there is.
+Only wakes its owner up, who then lists the folder, so that a lost event costs seconds and not a container.
+Through pyinotify; where that package is missing the owner's listing from time to time is all there is.
+Called by registration.py and containerd_integration/kubelet_watch.py.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ if TYPE_CHECKING:
 class StateWatch:
     """An inotify watch of one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, arrivals_only: bool = False) -> None:
         self._notifier: Any = None
         try:
             import pyinotify  # noqa: PLC0415 - optional: without it the listing alone serves
         except ImportError:
             return
         manager = pyinotify.WatchManager()
-        mask = pyinotify.IN_MOVED_TO | pyinotify.IN_CLOSE_WRITE | pyinotify.IN_DELETE | pyinotify.IN_MOVED_FROM
+        mask = pyinotify.IN_MOVED_TO | pyinotify.IN_CLOSE_WRITE
+        if not arrivals_only:
+            mask |= pyinotify.IN_DELETE | pyinotify.IN_MOVED_FROM
         manager.add_watch(str(folder), mask)
         self._notifier = pyinotify.Notifier(manager, default_proc_fun=lambda _event: None, timeout=0)
         self._fd: int = manager.get_fd()
