@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_state.driver import Driver
 from gpu_state.nvml import Nvml, driver_release_from_proc, minors_from_proc
+from gpu_state.nvml_links import links
 from vgpu_errors import DriverCallFailed, DriverMissing, VgpuError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Worker:
         self._starting = threading.Lock()
         self._driver: Driver | None = None
         self._nvml: Nvml | None = None
+        self._links: list[dict[str, Any]] = []
 
     def serve(self) -> None:
         """Answer until the agent closes its end."""
@@ -62,6 +64,7 @@ class Worker:
             if self._driver is None:
                 self._driver = Driver()
                 self._nvml = Nvml.load()
+                self._links = [link.to_json() for link in links(self._nvml)] if self._nvml else []
             return self._driver
 
     def node(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ class Worker:
             "version": driver.version(),
             "release": (self._nvml.driver_release() if self._nvml else None) or driver_release_from_proc(),
             "devices": devices,
+            "links": self._links,
             "minors": {str(minor): name for minor, name in minors.items()},
             "process_bytes": {str(pid): size_bytes for pid, size_bytes in used.items()},
             "device_bytes": {

@@ -10,8 +10,7 @@ releases (and container mounts name versioned library files), so "driver.release
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +21,21 @@ if TYPE_CHECKING:
 
     _Checker: TypeAlias = Callable[[str, Any, "Level", NodeFacts], "Finding | None"]
 
+from gpu_state import gpu_pairs
+from gpu_state.finding import Finding, Level, level_of
+from gpu_state.pair_fitness import PAIR_KEYS, pair_findings
 from image_format.record import Requirement
 
-Level = Literal["must", "should"]
+__all__ = [
+    "Finding",
+    "device_map",
+    "findings",
+    "group_requirements",
+    "musts",
+    "requirements_from",
+    "user_flags",
+    "version_tuple",
+]
 
 # Flags that user code can execute by; the rest (mitigations, virtualisation, power) differs between equal machines.
 _USER_FLAGS = re.compile(
@@ -35,41 +46,16 @@ _USER_FLAGS = re.compile(
 ARM_MACHINES = ("aarch64", "arm64")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One requirement that this node does not meet."""
-
-    key: str
-    level: Level
-    needed: str
-    found: str
-    what: str
-    remedy: str
-
-    def to_json(self) -> dict[str, str]:
-        """The entry of `--json` output."""
-        return {
-            "key": self.key,
-            "level": self.level,
-            "needed": self.needed,
-            "found": self.found,
-            "what": self.what,
-            "remedy": self.remedy,
-        }
-
-    def __str__(self) -> str:
-        return f"[{self.level}] {self.what}: needed {self.needed}, found {self.found}. {self.remedy}"
-
-
 def findings(record: Record, facts: NodeFacts, free_bytes: Mapping[str, int] | None = None) -> list[Finding]:
     """Every requirement that `facts` does not meet, all at once; an empty list means the node is fit.
 
     `free_bytes` (device uuid -> free device memory now) adds the memory check: a driver restore that runs out of
     device memory cannot be undone on real drivers, so it must not be tried.
     """
-    found = [finding for requirement in record.requirements if (finding := _check(requirement, facts)) is not None]
-    found += _device_findings(record.devices, facts)
-    if free_bytes is not None and not any(finding.key.startswith("gpu.") for finding in found):
+    plain = [requirement for requirement in record.requirements if requirement.key not in PAIR_KEYS]
+    found = [finding for requirement in plain if (finding := _check(requirement, facts)) is not None]
+    found += _device_findings(record, facts)
+    if free_bytes is not None and not any(finding.key.startswith("gpu.") for finding in musts(found)):
         found += _memory_findings(record, device_map(record, facts), free_bytes)
     return found
 
@@ -82,10 +68,10 @@ def musts(found: Iterable[Finding]) -> list[Finding]:
 def device_map(record: Record, facts: NodeFacts) -> dict[str, str]:
     """Old uuid -> new uuid for every recorded GPU; empty where each is present and nothing has to move.
 
-    A GPU that is present keeps its place; the others go, in recorded order, to the node's free GPUs of the same model.
-    The driver wants all checkpointed GPUs named or none. GPUs that find no place are left out (see `findings`).
+    A GPU that is present keeps its place; the others go, in recorded order, to the node's free GPUs of the same model,
+    unless more pairs of `gpu.peers` and `gpu.nvlink` hold another way. The driver wants all checkpointed GPUs named or none. GPUs that find no place are left out (see `findings`).
     """
-    placed = _placed(record.devices, facts)
+    placed = _placed(record, facts)
     return {} if all(old == new for old, new in placed.items()) else placed
 
 
@@ -116,13 +102,24 @@ def requirements_from(
     return [Requirement(key, value, level) for key, value, level in listed if value is not None]
 
 
+def group_requirements(record: Record, facts: NodeFacts) -> list[Requirement]:
+    """What several GPUs and the libraries between them need, of a record whose objects and communicators are there."""
+    versions = sorted({entry.version for entry in record.communicators if entry.library == "nccl"}, key=version_tuple)
+    listed: list[tuple[str, Sequence[str], Level]] = [
+        (gpu_pairs.PEERS, gpu_pairs.pair_texts(gpu_pairs.peer_pairs(record)), "must"),
+        (gpu_pairs.NVLINK, gpu_pairs.pair_texts(gpu_pairs.nvlink_pairs(record, facts)), "should"),
+        ("nccl.version", tuple(versions), "should"),
+    ]
+    return [Requirement(key, value, level) for key, value, level in listed if value]
+
+
 def user_flags(flags: Sequence[str], machine: str) -> list[str]:
     """The CPU flags that a process may have chosen its code by."""
     return [flag for flag in flags if machine in ARM_MACHINES or _USER_FLAGS.match(flag)]
 
 
 def _check(requirement: Requirement, facts: NodeFacts) -> Finding | None:
-    level: Level = "should" if requirement.level == "should" else "must"
+    level = level_of(requirement)
     checker = _CHECKERS.get(requirement.key)
     if checker is None:
         return Finding(
@@ -181,6 +178,19 @@ def _preload_build(key: str, needed: Any, level: Level, facts: NodeFacts) -> Fin
     )  # fmt: skip
 
 
+def _nccl_version(key: str, needed: Any, level: Level, facts: NodeFacts) -> Finding | None:
+    wanted = [str(version) for version in needed] if isinstance(needed, list | tuple) else [str(needed)]
+    if (
+        facts.nccl_version is None or facts.nccl_version in wanted
+    ):  # a container brings its own unless the node gives one
+        return None
+    return Finding(
+        key, level, ", ".join(wanted), facts.nccl_version,
+        "This node's NCCL is another version than the one that the processes have loaded",
+        "Make sure that the container does not mount NCCL from the node, or install that version here.",
+    )  # fmt: skip
+
+
 _CHECKERS: dict[str, _Checker] = {
     "machine": _equal(
         lambda facts: facts.machine,
@@ -226,13 +236,17 @@ _CHECKERS: dict[str, _Checker] = {
         "Install a newer NVIDIA driver.",
     ),
     "gpu.count": _gpu_count,
+    "nccl.version": _nccl_version,
     "preload.build": _preload_build,
 }
 
 
-def _device_findings(recorded: Sequence[DeviceEntry], facts: NodeFacts) -> list[Finding]:
-    placed = _placed(recorded, facts)
-    return [_homeless(device, facts) for device in recorded if device.uuid not in placed]
+def _device_findings(record: Record, facts: NodeFacts) -> list[Finding]:
+    placed = _placed(record, facts)
+    found = [_homeless(device, facts) for device in record.devices if device.uuid not in placed]
+    for requirement in record.requirements:
+        found += pair_findings(requirement, record, placed, facts)
+    return found
 
 
 def _homeless(device: DeviceEntry, facts: NodeFacts) -> Finding:
@@ -252,23 +266,8 @@ def _homeless(device: DeviceEntry, facts: NodeFacts) -> Finding:
     )  # fmt: skip
 
 
-def _placed(recorded: Sequence[DeviceEntry], facts: NodeFacts) -> dict[str, str]:
-    here = {device.uuid: device for device in facts.devices}
-    stay = {
-        device.uuid: device.uuid
-        for device in recorded
-        if device.uuid in here and here[device.uuid].memory_bytes >= device.memory_bytes
-    }
-    free = [device for device in facts.devices if device.uuid not in stay]
-    moved: dict[str, str] = {}
-    for device in recorded:
-        if device.uuid in stay:
-            continue
-        fit = next((d for d in free if d.name == device.name and d.memory_bytes >= device.memory_bytes), None)
-        if fit is not None:
-            free.remove(fit)
-            moved[device.uuid] = fit.uuid
-    return {device.uuid: (stay | moved)[device.uuid] for device in recorded if device.uuid in stay | moved}
+def _placed(record: Record, facts: NodeFacts) -> dict[str, str]:
+    return gpu_pairs.place(record.devices, facts, gpu_pairs.wishes_of(record))
 
 
 def _memory_findings(record: Record, moves: Mapping[str, str], free_bytes: Mapping[str, int]) -> list[Finding]:

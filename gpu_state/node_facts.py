@@ -1,4 +1,4 @@
-"""What this node is: driver, GPUs, CRIU, low-level runtime, kernel, cgroup, CPU, preload builds (spec/agent-protocol.md, `facts`).
+"""What this node is: driver, GPUs and their links, CRIU, low-level runtime, kernel, cgroup, CPU, preload builds (spec/agent-protocol.md, `facts`).
 
 `NodeFacts` is plain data; `gather` is the only function that looks at the node. Judges nothing: that is fitness.py.
 Called by the agent's `facts` verb; the runtime shim reads the result with `NodeFacts.from_json`.
@@ -14,12 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu_state.nvml_links import Link
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gpu_state.driver import Device
 
 PRELOAD_ROOT = Path("/usr/lib/vgpu-snapshot/preload")
+NCCL_NAME = "libnccl.so.2"
+NCCL_FOLDERS = tuple(
+    Path(folder)
+    for folder in (
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+        "/usr/local/nvidia/lib64",
+        "/usr/local/cuda/lib64",
+    )
+)
 RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/bin/crun")
 _TOOL_TIMEOUT_S = 5.0
 
@@ -87,12 +102,15 @@ class NodeFacts:
     preload: Mapping[str, str | None]
     preload_builds: tuple[str, ...] = ()
     engine_seen: str | None = None
+    links: tuple[Link, ...] = ()
+    nccl_version: str | None = None
 
     @classmethod
     def from_json(cls, doc: object) -> NodeFacts:
         """Read the agent's answer to `facts`."""
         facts = _object(doc, "facts")
         devices, flags = _list(facts, "devices"), _list(facts, "cpu_flags")
+        links = _list({"links": [], **facts}, "links")
         runtime, preload = facts.get("runtime"), _object(facts.get("preload", {}), "facts.preload")
         return cls(
             driver_release=_text_or_none(facts, "driver_release"),
@@ -107,6 +125,8 @@ class NodeFacts:
             preload={libc: _text_or_none(preload, libc) for libc in preload},
             preload_builds=tuple(str(build) for build in _list({"preload_builds": [], **facts}, "preload_builds")),
             engine_seen=_text_or_none(facts, "engine_seen"),
+            links=tuple(_link(item, f"facts.links[{n}]") for n, item in enumerate(links)),
+            nccl_version=_text_or_none(facts, "nccl_version"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -124,6 +144,8 @@ class NodeFacts:
             "preload": dict(self.preload),
             "preload_builds": list(self.preload_builds),
             "engine_seen": self.engine_seen,
+            "links": [link.to_json() for link in self.links],
+            "nccl_version": self.nccl_version,
         }
 
 
@@ -132,6 +154,7 @@ def gather(
     driver_release: str | None,
     cuda_version: str | None,
     devices: Sequence[Device],
+    links: Sequence[Link] = (),
     runtime_path: str | None = None,
     preload_root: Path = PRELOAD_ROOT,
 ) -> NodeFacts:
@@ -148,6 +171,8 @@ def gather(
         cpu_flags=cpu_flags(),
         preload={libc: current_preload(preload_root, libc) for libc in ("glibc", "musl")},
         preload_builds=preload_builds(preload_root),
+        links=tuple(links),
+        nccl_version=nccl_version(),
     )
 
 
@@ -195,6 +220,15 @@ def preload_builds(root: Path) -> tuple[str, ...]:
     return tuple(sorted(f"{library.parent.parent.name}/{library.parent.name}" for library in found))
 
 
+def nccl_version(folders: Sequence[Path] = NCCL_FOLDERS) -> str | None:
+    """Version of the NCCL that this node has for itself, and that a container may be given; None where there is none."""
+    for folder in folders:
+        match = re.search(r"\.so\.(\d+\.\d+\.\d+)$", os.path.realpath(folder / NCCL_NAME))
+        if match and (folder / NCCL_NAME).exists():
+            return match.group(1)
+    return None
+
+
 def _version_of(program: str, pattern: str) -> str | None:
     try:
         done = subprocess.run(
@@ -204,6 +238,18 @@ def _version_of(program: str, pattern: str) -> str | None:
         return None
     match = re.search(pattern, done.stdout)
     return match.group(1) if match else None
+
+
+def _link(doc: object, at: str) -> Link:
+    entry = _object(doc, at)
+    return Link(
+        a=_string(entry, "a", at),
+        b=_string(entry, "b", at),
+        reads=_flag_or_none(entry, "reads", at),
+        writes=_flag_or_none(entry, "writes", at),
+        nvlinks=None if entry.get("nvlinks") is None else _integer(entry, "nvlinks", at),
+        way=_text_or_none(entry, "way"),
+    )
 
 
 def _object(doc: object, at: str) -> dict[str, Any]:
@@ -229,6 +275,13 @@ def _string(doc: dict[str, Any], key: str, at: str) -> str:
 def _text_or_none(doc: dict[str, Any], key: str) -> str | None:
     value = doc.get(key)
     return value if isinstance(value, str) else None
+
+
+def _flag_or_none(doc: dict[str, Any], key: str, at: str) -> bool | None:
+    value = doc.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise NodeFactsError(f"{at}.{key} is no flag")
+    return value
 
 
 def _integer(doc: dict[str, Any], key: str, at: str) -> int:

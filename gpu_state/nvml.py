@@ -54,32 +54,41 @@ class Nvml:
         except OSError:
             return None
         nvml = cls(library)
-        return nvml if nvml._ok("nvmlInit_v2") else None
+        return nvml if nvml.ok("nvmlInit_v2") else None
 
     def driver_release(self) -> str | None:
         """The release of the loaded driver, as "580.159.04"."""
         text = ctypes.create_string_buffer(96)
-        return text.value.decode() if self._ok("nvmlSystemGetDriverVersion", text, len(text)) else None
+        return text.value.decode() if self.ok("nvmlSystemGetDriverVersion", text, len(text)) else None
 
     def devices(self) -> list[NvmlDevice]:
         """Every GPU that NVML lists."""
-        count = ctypes.c_uint()
-        if not self._ok("nvmlDeviceGetCount_v2", ctypes.byref(count)):
-            return []
-        found = (self._device(index) for index in range(count.value))
-        return [device for device in found if device is not None]
+        return [self._device(uuid, handle) for uuid, handle in self.handles().items()]
 
-    def _device(self, index: int) -> NvmlDevice | None:
-        handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if not self._ok("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)):
-            return None
-        if not self._ok("nvmlDeviceGetUUID", handle, text, len(text)):
-            return None
+    def handles(self) -> dict[str, ctypes.c_void_p]:
+        """Uuid -> handle of every GPU, in NVML's order."""
+        count = ctypes.c_uint()
+        if not self.ok("nvmlDeviceGetCount_v2", ctypes.byref(count)):
+            return {}
+        found: dict[str, ctypes.c_void_p] = {}
+        for index in range(count.value):
+            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+            if self.ok("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)) and self.ok(
+                "nvmlDeviceGetUUID", handle, text, len(text)
+            ):
+                found[text.value.decode()] = handle
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether this NVML knows a call."""
+        return hasattr(self._library, name)
+
+    def _device(self, uuid: str, handle: ctypes.c_void_p) -> NvmlDevice:
         minor, memory = ctypes.c_uint(), _Memory()
-        has_minor = self._ok("nvmlDeviceGetMinorNumber", handle, ctypes.byref(minor))
-        has_memory = self._ok("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        has_minor = self.ok("nvmlDeviceGetMinorNumber", handle, ctypes.byref(minor))
+        has_memory = self.ok("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         return NvmlDevice(
-            uuid=text.value.decode(),
+            uuid=uuid,
             minor=minor.value if has_minor else None,
             free_bytes=memory.free if has_memory else None,
             process_bytes=self._processes(handle),
@@ -97,7 +106,8 @@ class Nvml:
             return {row.pid: row.used_bytes for row in rows if row.used_bytes != _NOT_AVAILABLE}
         return {}
 
-    def _ok(self, name: str, *args: object) -> bool:
+    def ok(self, name: str, *args: object) -> bool:
+        """Whether a call is there and succeeds."""
         return self._code(name, *args) == 0
 
     def _code(self, name: str, *args: object) -> int | None:

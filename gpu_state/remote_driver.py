@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_state.driver import NOT_READY, Device, ProcessState, version_string
+from gpu_state.nvml_links import Link
 from vgpu_errors import DriverCallFailed, DriverWorkerLost
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class DriverNode:
     process_bytes: Mapping[int, int]
     # Device uuid -> host pid -> bytes: the same figures, each device by itself.
     device_bytes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
 
     @property
     def cuda_version(self) -> str:
@@ -86,6 +88,7 @@ class RemoteDriver:
                 uuid: {int(pid): size_bytes for pid, size_bytes in used.items()}
                 for uuid, used in doc["device_bytes"].items()
             },
+            links=tuple(Link(**entry) for entry in doc["links"]),
         )
 
     def get_state(self, pid: int, deadline: Deadline) -> ProcessState:

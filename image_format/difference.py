@@ -7,6 +7,7 @@ sends after the earlier one is counted by id, wherever in the image the content 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from image_format.chunk_index import Chunk, Index, Region
+    from image_format.gpu_processes import ProcessEntry
     from image_format.packs.packed import PlannedPack
-    from image_format.record import ProcessEntry, Record
+    from image_format.record import Record
 
 # What differs between any two checkpoints, and what the content says better than the record.
 _NOT_FACTS = frozenset({"contentRoot", "regionsSummary", "processes", "phases", "parents"})
 MAX_FACTS = 1000
+ID_SHOWN = 16
 # Their chunks lie at multiples of the chunk size; those of other kinds are cut along runs of pages.
 EVENLY_CUT = frozenset({RegionKind.FILE, RegionKind.VRAM})
 
@@ -119,8 +122,12 @@ def compare(before: tuple[Record, Index], after: tuple[Record, Index]) -> Differ
 
 
 def record_facts(before: Record, after: Record) -> list[Fact]:
-    """The fields that differ, by path; requirements by their key and devices by their uuid, not by position."""
-    return _differences(_facts_of(before), _facts_of(after))[:MAX_FACTS]
+    """The fields that differ, by path.
+
+    Requirements go by their key, devices by their uuid, communicators by id and rank, elements of NVSHMEM by their process.
+    """
+    names = short_names({entry.id for record in (before, after) for entry in record.communicators})
+    return _differences(_facts_of(before, names), _facts_of(after, names))[:MAX_FACTS]
 
 
 def process_changes(before: Sequence[ProcessEntry], after: Sequence[ProcessEntry]) -> list[ProcessChange]:
@@ -135,16 +142,43 @@ def process_changes(before: Sequence[ProcessEntry], after: Sequence[ProcessEntry
     return sorted(changes, key=lambda change: change.ns_pid)
 
 
-def _facts_of(record: Record) -> dict[str, Any]:
+def short_names(ids: set[str]) -> dict[str, str]:
+    """What is shown of a communicator's id: its beginning where that tells it from all others."""
+    counts = Counter(text[:ID_SHOWN] for text in ids)
+    return {text: text[:ID_SHOWN] if counts[text[:ID_SHOWN]] == 1 else text for text in ids}
+
+
+def _facts_of(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
     doc = {key: value for key, value in record.to_json().items() if key not in _NOT_FACTS}
     doc["requirements"] = {entry.key: entry.to_json() for entry in record.requirements}
     doc["devices"] = {entry.uuid: entry.to_json() for entry in record.devices}
+    doc |= _group_facts(record, names)
     return dict(_leaves(doc, ""))
 
 
+def _group_facts(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
+    communicators: dict[str, dict[str, Any]] = {}
+    for entry in record.communicators:
+        communicators.setdefault(names[entry.id], {})[str(entry.rank)] = _without(entry.to_json(), "id", "rank")
+    elements = {
+        str(entry.ns_pid): _without(entry.to_json(), "nsPid")
+        | {"teams": {team.name: _without(team.to_json(), "name") for team in entry.teams}}
+        for entry in record.nvshmem
+    }
+    return {key: found for key, found in (("communicators", communicators), ("nvshmem", elements)) if found}
+
+
+def _without(doc: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """What the path does not say already."""
+    return {key: value for key, value in doc.items() if key not in keys}
+
+
 def _process_facts(process: ProcessEntry) -> dict[str, Any]:
+    """Objects by their number; imports by what each is of, because that says what a process would get back."""
     doc = process.to_json()
     doc["objects"] = len(process.objects)
+    if process.imports:
+        doc["imports"] = {str(entry.id): {"of": entry.of, "kind": entry.kind} for entry in process.imports}
     return dict(_leaves(doc, ""))
 
 

@@ -1,4 +1,4 @@
-"""The OCI 1.1 artifact manifest `vgpu-manifest.json` (spec/record.md, section 5): its digest is what is signed.
+"""The OCI 1.1 artifact manifest `vgpu-manifest.json` (spec/record.md, section 7): its digest is what is signed.
 
 Names the record and the index by sha256 and size, and repeats the content root. Pure.
 Refuses a manifest of another kind or with another set of layers.

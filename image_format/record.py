@@ -1,7 +1,8 @@
 """The checkpoint record `vgpu-record.json` (spec/record.md): what was frozen, where, and what a restore needs.
 
 Parses at the edge into frozen dataclasses, names the path of a fault, keeps unknown fields and writes them back.
-Refuses an unknown major version, an unknown required feature, and GPU objects without theirs. The shim makes it; restore gates and `vgpu inspect` read it.
+Refuses an unknown major version, an unknown required feature, GPU objects without theirs, and references to what is not there.
+Processes and devices are in gpu_processes. The shim makes it; restore gates and `vgpu inspect` read it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,37 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from image_format import canonical_json
+from image_format.communicators import (
+    Communicator,
+    ShmemElement,
+    check_members,
+    read_communicators,
+    read_nvshmem,
+)
 from image_format.fields import Fields
 from image_format.file_names import RECORD_NAME
-from image_format.gpu_objects import STAGED, ObjectEntry, read_objects
+from image_format.gpu_objects import SHARED, STAGED
+from image_format.gpu_processes import DeviceEntry, ProcessEntry, check_shared
 from vgpu_errors import FormatTooNew, ImageError, UnknownFeature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+__all__ = [
+    "Container",
+    "DeviceEntry",
+    "LowLevelRuntime",
+    "Parent",
+    "Phase",
+    "ProcessEntry",
+    "Record",
+    "RegionSummary",
+    "Requirement",
+]
+
 MAX_RECORD_BYTES = 8 << 20
 KNOWN_MAJOR = 1
-KNOWN_FEATURES = frozenset({STAGED})
+KNOWN_FEATURES = frozenset({STAGED, SHARED})
 LEVELS = ("must", "should")
 PAGES_KIND = "pages"
 
@@ -81,63 +102,6 @@ class LowLevelRuntime:
     def to_json(self) -> _Extra:
         """The form that is written."""
         return self.unknown | {"name": self.name, "version": self.version, "path": self.path}
-
-
-@dataclass(frozen=True)
-class ProcessEntry:
-    """A GPU process; the pid is the one that its own pid namespace shows. `objects` are those of staged mode."""
-
-    ns_pid: int
-    comm: str
-    mode: str
-    devices: tuple[str, ...] = ()
-    gpu_bytes: int | None = None
-    objects: tuple[ObjectEntry, ...] = ()
-    unknown: _Extra = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, fields: Fields) -> ProcessEntry:
-        """Parse one of `processes`."""
-        return cls(
-            ns_pid=fields.integer("nsPid"),
-            comm=fields.text("comm"),
-            mode=fields.text("mode"),
-            devices=fields.texts("devices"),
-            gpu_bytes=fields.integer_or_none("gpuBytes"),
-            objects=read_objects(fields),
-            unknown=fields.unknown(),
-        )
-
-    def to_json(self) -> _Extra:
-        """The form that is written."""
-        doc = {"nsPid": self.ns_pid, "comm": self.comm, "mode": self.mode, "devices": list(self.devices)}
-        objects = [entry.to_json() for entry in self.objects] or None
-        return self.unknown | doc | _present(gpuBytes=self.gpu_bytes, objects=objects)
-
-    @property
-    def is_staged(self) -> bool:
-        """Its memory lies in packs, and a gate keeps it still until that is back."""
-        return self.mode == STAGED or bool(self.objects)
-
-
-@dataclass(frozen=True)
-class DeviceEntry:
-    """A GPU that the container's processes used."""
-
-    uuid: str
-    name: str
-    memory_bytes: int
-    unknown: _Extra = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, fields: Fields) -> DeviceEntry:
-        """Parse one of `devices`."""
-        uuid, name, memory_bytes = fields.text("uuid"), fields.text("name"), fields.integer("memoryBytes")
-        return cls(uuid, name, memory_bytes, fields.unknown())
-
-    def to_json(self) -> _Extra:
-        """The form that is written."""
-        return self.unknown | {"uuid": self.uuid, "name": self.name, "memoryBytes": self.memory_bytes}
 
 
 @dataclass(frozen=True)
@@ -246,6 +210,8 @@ class Record:
     required_features: tuple[str, ...] = ()
     optional_features: tuple[str, ...] = ()
     format_version: str = "1.0"
+    communicators: tuple[Communicator, ...] = ()
+    nvshmem: tuple[ShmemElement, ...] = ()
     unknown: _Extra = field(default_factory=dict)
 
     @classmethod
@@ -259,9 +225,9 @@ class Record:
         fields = Fields(doc, where)
         version = check_version(fields)
         required, optional = _read_features(fields, where)
-        processes = tuple(map(ProcessEntry.from_json, fields.objects("processes")))
-        if STAGED not in required and any(process.is_staged for process in processes):
-            raise ImageError(where=fields.path("features.required"), what=f"lacks {STAGED}, which a process needs")
+        processes = _read_processes(fields, required)
+        communicators, elements = read_communicators(fields), read_nvshmem(fields)
+        check_members(processes, communicators, elements, fields.at)
         return cls(
             format_version=version,
             required_features=required,
@@ -280,29 +246,40 @@ class Record:
             parents=tuple(map(Parent.from_json, fields.objects("parents"))),
             phases=tuple(map(Phase.from_json, fields.objects("phases"))),
             regions_summary=tuple(map(RegionSummary.from_json, fields.objects("regionsSummary"))),
+            communicators=communicators,
+            nvshmem=elements,
             unknown=fields.unknown(),
         )
 
     def to_json(self) -> _Extra:
         """The form that is written; unknown fields come back as they were."""
-        return self.unknown | {
-            "formatVersion": self.format_version,
-            "features": {"required": list(self.required_features), "optional": list(self.optional_features)},
-            "created": self.created,
-            "generation": self.generation,
-            "contentRoot": self.content_root,
-            "container": self.container.to_json(),
-            "lowLevelRuntime": self.low_level_runtime.to_json(),
-            "registeredRuntime": self.registered_runtime,
-            "mode": self.mode,
-            "processes": [entry.to_json() for entry in self.processes],
-            "devices": [entry.to_json() for entry in self.devices],
-            "requirements": [entry.to_json() for entry in self.requirements],
-            "security": dict(self.security),
-            "parents": [entry.to_json() for entry in self.parents],
-            "phases": [entry.to_json() for entry in self.phases],
-            "regionsSummary": [entry.to_json() for entry in self.regions_summary],
+        lists = {
+            "communicators": [entry.to_json() for entry in self.communicators],
+            "nvshmem": [entry.to_json() for entry in self.nvshmem],
         }
+        optional = {key: entries for key, entries in lists.items() if entries}
+        return (
+            self.unknown
+            | optional
+            | {
+                "formatVersion": self.format_version,
+                "features": {"required": list(self.required_features), "optional": list(self.optional_features)},
+                "created": self.created,
+                "generation": self.generation,
+                "contentRoot": self.content_root,
+                "container": self.container.to_json(),
+                "lowLevelRuntime": self.low_level_runtime.to_json(),
+                "registeredRuntime": self.registered_runtime,
+                "mode": self.mode,
+                "processes": [entry.to_json() for entry in self.processes],
+                "devices": [entry.to_json() for entry in self.devices],
+                "requirements": [entry.to_json() for entry in self.requirements],
+                "security": dict(self.security),
+                "parents": [entry.to_json() for entry in self.parents],
+                "phases": [entry.to_json() for entry in self.phases],
+                "regionsSummary": [entry.to_json() for entry in self.regions_summary],
+            }
+        )
 
     def to_bytes(self) -> bytes:
         """The canonical bytes that are hashed and stored."""
@@ -310,8 +287,9 @@ class Record:
 
     def stamped(self) -> Record:
         """The same content with the lowest version that can carry it, and the features that this needs."""
-        kept = tuple(feature for feature in self.required_features if feature != STAGED)
-        required = (*kept, STAGED) if self.is_staged else kept
+        needed = {STAGED: self.is_staged, SHARED: self.is_shared}
+        kept = tuple(feature for feature in self.required_features if feature not in needed)
+        required = (*kept, *(feature for feature, is_needed in needed.items() if is_needed))
         return replace(self, format_version=lowest_version(self), required_features=required)
 
     @property
@@ -319,11 +297,18 @@ class Record:
         """Some process needs the staged restore."""
         return any(process.is_staged for process in self.processes)
 
+    @property
+    def is_shared(self) -> bool:
+        """Some process has memory of another one."""
+        return any(process.is_sharing for process in self.processes)
+
 
 def lowest_version(record: Record) -> str:
     """The lowest format version whose readers understand all of this record; later versions add a row each."""
     has_pages = any(entry.kind == PAGES_KIND for entry in record.regions_summary)
-    needs = (("1.2", has_pages), ("1.1", record.is_staged), ("1.0", True))
+    tells_sharing = record.is_shared or any(entry.shared for process in record.processes for entry in process.objects)
+    tells_groups = bool(record.communicators or record.nvshmem)
+    needs = (("1.3", tells_sharing or tells_groups), ("1.2", has_pages), ("1.1", record.is_staged), ("1.0", True))
     return next(version for version, is_needed in needs if is_needed)
 
 
@@ -336,6 +321,20 @@ def check_version(fields: Fields) -> str:
     if int(match[1]) != KNOWN_MAJOR:
         raise FormatTooNew(where=fields.at, found=version, known=f"{KNOWN_MAJOR}.x")
     return version
+
+
+def _read_processes(fields: Fields, features: tuple[str, ...]) -> tuple[ProcessEntry, ...]:
+    """`processes`, whose features are listed and whose references hold."""
+    processes = tuple(map(ProcessEntry.from_json, fields.objects("processes")))
+    needed = (
+        (STAGED, any(process.is_staged for process in processes)),
+        (SHARED, any(process.is_sharing for process in processes)),
+    )
+    for feature, is_needed in needed:
+        if is_needed and feature not in features:
+            raise ImageError(where=fields.path("features.required"), what=f"lacks {feature}, which a process needs")
+    check_shared(processes, fields.path("processes"))
+    return processes
 
 
 def _read_features(fields: Fields, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

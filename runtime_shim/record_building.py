@@ -1,24 +1,28 @@
 """Builds the checkpoint record from what the agent, the bundle and the low-level runtime say.
 
 Pure but for the clock and the generations that the node remembers. Hashes nothing and writes nothing: content root and region summary are filled in by sealing.
-Called by checkpoint.py (spec/record.md).
+Called by checkpoint.py (spec/record.md): build_record, then with_groups once the objects of staged processes are in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpu_state.fitness import requirements_from
+from gpu_state.fitness import group_requirements, requirements_from
 from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from image_format import security_config
+from image_format.communicators import MAX_COMMUNICATORS, MAX_ELEMENTS, Communicator, ShmemElement, check_members
+from image_format.fields import Fields
 from image_format.record import Container, DeviceEntry, LowLevelRuntime, Phase, ProcessEntry, Record
 from image_format.trust.seen_generations import SeenGenerations
 from runtime_shim.host_namespaces import joined_host_namespaces
+from vgpu_errors import ImageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gpu_state.processes import GpuProcess
 
@@ -61,6 +65,47 @@ def build_record(
         security=_security(config, bundle, container_id),
         phases=tuple(phases),
     )
+
+
+def with_groups(
+    record: Record, facts: NodeFacts, told: Mapping[str, Any], note: Callable[[str], None] = lambda _: None
+) -> Record:
+    """The record with `communicators` and `nvshmem` as the processes told them, and what several GPUs need of a node.
+
+    Nothing that a process says of its libraries keeps it from being checkpointed: an entry that no reader would take is
+    left out, and `note` is told why.
+    """
+    communicators, elements = [], []
+    for at, doc in _entries(told, "communicators", MAX_COMMUNICATORS, note):
+        with _left_out(note):
+            communicator = Communicator.from_json(Fields(doc, at))
+            check_members(record.processes, [communicator], (), at)
+            communicators.append(communicator)
+    for at, doc in _entries(told, "nvshmem", MAX_ELEMENTS, note):
+        with _left_out(note):
+            element = ShmemElement.from_json(Fields(doc, at))
+            check_members(record.processes, (), [element], at)
+            elements.append(element)
+    record = replace(record, communicators=tuple(communicators), nvshmem=tuple(elements))
+    return replace(record, requirements=(*record.requirements, *group_requirements(record, facts)))
+
+
+def _entries(told: Mapping[str, Any], key: str, limit: int, note: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+    found = told.get(key)
+    if not isinstance(found, list):
+        return
+    if len(found) > limit:
+        note(f"left out of the record: {len(found) - limit} of {len(found)} {key}")
+    for n, doc in enumerate(found[:limit]):
+        yield f"{key}[{n}]", doc
+
+
+@contextlib.contextmanager
+def _left_out(note: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except ImageError as error:
+        note(f"left out of the record: {error.message}")
 
 
 def _security(config: Mapping[str, Any], bundle: str, container_id: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 import stat
 import struct
 import tarfile
+import uuid
 from pathlib import Path
 
 import blake3
@@ -29,6 +30,9 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 OBJECT_FIELDS = {"id", "size", "device", "uuid", "kind", "requested", "mappings"}
+OBJECT_NAME = "[1-9][0-9]{0,9}/(0|[1-9][0-9]{0,19})"
+UUID = "GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+HEX_ID = "[0-9a-f]{1,256}"
 
 
 class RefusedError(Exception):
@@ -40,7 +44,7 @@ def need(condition, rule):
         raise RefusedError(rule)
 
 
-def verify(path: Path, trusted_pems: list[bytes], features=frozenset({"staged"})) -> str:
+def verify(path: Path, trusted_pems: list[bytes], features=frozenset({"staged", "shared"})) -> str:
     """Content root of a checkpoint that may be used; RefusedError otherwise. Version 1.0 knows no feature."""
     files = read_directory(path) if path.is_dir() and not (path / "oci-layout").exists() else read_any_archive(path)
     return check(files, trusted_pems, features)
@@ -234,41 +238,117 @@ def read_record(data: bytes, features) -> dict:
     for field in ("processes", "devices", "requirements", "parents", "phases", "regionsSummary"):
         need(isinstance(record.get(field), list), f"record.md, section 2: {field}")
     for process in record["processes"]:
-        objects = process.get("objects") or []
-        if process["mode"] == "staged" or objects:
+        objects, imports = process.get("objects") or [], process.get("imports") or []
+        if process["mode"] == "staged" or objects or imports:
             need("staged" in record["features"]["required"], "record.md, section 3: feature")
-        read_objects(objects)
+        if imports or any(entry.get("kind") in ("import", "opened") for entry in objects):
+            need("shared" in record["features"]["required"], "record.md, section 4: feature")
+        read_objects(objects, imports)
+    check_imports(record)
+    check_groups(record)
     return record
 
 
 # ---- record.md, section 3 ------------------------------------------------------------------------
 
 
-def read_objects(objects) -> None:
+def read_objects(objects, imports) -> None:
     spans = []
     for entry in objects:
         need(set(entry) >= OBJECT_FIELDS, "section 3: fields of an object")
-        need(
-            all({"va", "size", "offset", "access"} <= set(mapping) for mapping in entry["mappings"]),
-            "section 3: fields",
-        )
-        need(all(isinstance(mapping["va"], str) for mapping in entry["mappings"]), "section 3: va is text")
-    need(len({entry["id"] for entry in objects}) == len(objects), "section 3: ids")
-    for entry in objects:
-        for number in (entry["id"], entry["size"], entry["requested"], entry["device"]):
-            need(type(number) is int and number >= 0, "section 3: numbers")
-        need(0 < entry["size"] >= entry["requested"] and entry["device"] <= 65535, "section 3: size and device")
-        need(entry["kind"] in ("alloc", "vmm"), "section 3: kind")
-        need(re.fullmatch("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", entry["uuid"]), "section 3: uuid")
-        for mapping in entry["mappings"]:
-            need(re.fullmatch("0x[1-9a-f][0-9a-f]{0,15}", mapping["va"]), "section 3: va")
-            va, size, offset = int(mapping["va"], 16), mapping["size"], mapping["offset"]
-            need(size > 0 and 0 <= offset <= entry["size"] - size and va + size <= 1 << 64, "section 3: mapping")
-            for device, flags in mapping["access"]:
-                need(0 <= device <= 65535 and 0 <= flags < 1 << 32, "section 3: access")
-            spans.append((va, va + size))
+        need(entry["kind"] in ("alloc", "vmm", "import", "opened"), "section 3: kind")
+        need(type(entry["size"]) is int and entry["size"] > 0, "section 3: size")
+        if "shared" in entry:
+            need(all(isinstance(way, str) for way in entry["shared"]["ways"]), "section 3: ways")
+            need(all(type(pid) is int and pid >= 0 for pid in entry["shared"]["peers"]), "section 3: peers")
+            need(is_count(entry["shared"].get("peerCount", 0)), "section 3: peerCount")
+    for entry in imports:
+        need(set(entry) >= OBJECT_FIELDS - {"device"} | {"of"}, "section 4: fields of an import")
+        need(entry["kind"] in ("import", "opened"), "section 4: kind")
+        need(isinstance(entry["of"], str) and re.fullmatch(OBJECT_NAME, entry["of"]), "section 4: of")
+    both = [*objects, *imports]
+    need(len({entry["id"] for entry in both}) == len(both), "section 3: ids")
+    for entry in both:
+        numbers = [entry["id"], entry["size"], entry["requested"], entry.get("device", 0)]
+        need(all(map(is_count, numbers)), "section 3: numbers")
+        need(entry["size"] >= entry["requested"] and numbers[3] <= 65535, "section 3: size and device")
+        need(re.fullmatch(UUID, entry["uuid"]), "section 3: uuid")
+        spans += [read_mapping(mapping, entry["size"]) for mapping in entry["mappings"]]
     spans.sort()
     need(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "section 3: addresses overlap")
+
+
+def is_count(number) -> bool:
+    return type(number) is int and number >= 0
+
+
+def read_mapping(mapping, of_size) -> tuple[int, int]:
+    need({"va", "size", "offset", "access"} <= set(mapping), "section 3: fields")
+    need(isinstance(mapping["va"], str), "section 3: va is text")
+    need(re.fullmatch("0x[1-9a-f][0-9a-f]{0,15}", mapping["va"]), "section 3: va")
+    va, size, offset = int(mapping["va"], 16), mapping["size"], mapping["offset"]
+    need(size > 0 and 0 <= offset <= of_size - size and va + size <= 1 << 64, "section 3: mapping")
+    for device, flags in mapping["access"]:
+        need(0 <= device <= 65535 and 0 <= flags < 1 << 32, "section 3: access")
+    return va, va + size
+
+
+# ---- record.md, sections 4 and 5 -----------------------------------------------------------------
+
+
+def check_imports(record) -> None:
+    objects = {
+        f"{process['nsPid']}/{entry['id']}": entry
+        for process in record["processes"]
+        for entry in process.get("objects") or []
+    }
+    for process in record["processes"]:
+        for entry in process.get("imports") or []:
+            need(entry["of"] in objects, "section 4: of names no object")
+            need(entry["of"].split("/")[0] != str(process["nsPid"]), "section 4: of the same process")
+            held = objects[entry["of"]]
+            need(entry["uuid"] == held["uuid"] and entry["size"] <= held["size"], "section 4: another object")
+
+
+def check_groups(record) -> None:
+    names = {
+        process["nsPid"]: {
+            f"{process['nsPid']}/{entry['id']}"
+            for entry in [*(process.get("objects") or []), *(process.get("imports") or [])]
+        }
+        for process in record["processes"]
+    }
+    communicators, elements = record.get("communicators") or [], record.get("nvshmem") or []
+    need(isinstance(communicators, list) and len(communicators) <= 8192, "section 5: communicators")
+    need(isinstance(elements, list) and len(elements) <= 1024, "section 5: nvshmem")
+    try:
+        for entry in communicators:
+            check_member(entry, "rank", names)
+            ids = [entry["id"], entry.get("parent", "0")]
+            need(all(isinstance(text, str) and re.fullmatch(HEX_ID, text) for text in ids), "section 5: id")
+            calls = [entry["sequence"]["collectives"], entry["sequence"]["pointToPoint"]]
+            split = entry.get("split", {"color": 0, "key": 0})
+            need(all(map(is_count, [*calls, split["color"]])), "section 5: numbers")
+            need(type(split["key"]) is int and isinstance(entry.get("name", ""), str), "section 5: key and name")
+            need(entry.get("finalized", True) is True, "section 5: finalized")
+        for entry in elements:
+            need(("device" in entry) == ("uuid" in entry), "section 5: device and uuid")
+            check_member({"device": 0, "uuid": f"GPU-{uuid.UUID(int=0)}"} | entry, "pe", names)
+            need(set(entry.get("heap", ())) <= names[entry["nsPid"]], "section 5: heap")
+            need(len(entry["teams"]) <= 4096, "section 5: teams")
+            for team in entry["teams"]:
+                need(is_count(team["pe"]) and is_count(team["size"]) and team["pe"] < team["size"], "section 5: team")
+                need(isinstance(team["name"], str) and isinstance(team.get("parent", ""), str), "section 5: team")
+    except (KeyError, TypeError) as error:
+        raise RefusedError("section 5: fields") from error
+
+
+def check_member(entry, place, names) -> None:
+    need(entry["nsPid"] in names, "section 5: nsPid")
+    need(all(is_count(entry[key]) for key in (place, "size", "device")), "section 5: numbers")
+    need(isinstance(entry["library"], str), "section 5: library")
+    need(entry[place] < entry["size"] and entry["device"] <= 65535, "section 5: place")
+    need(re.fullmatch(UUID, entry["uuid"]) and isinstance(entry["version"], str), "section 5: uuid and version")
 
 
 def check_objects(record, index) -> None:

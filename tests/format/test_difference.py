@@ -9,6 +9,7 @@ from image_format.chunk_index import Chunk, Codec, Index, Pack, Region, RegionKi
 from image_format.content_summary import Extent, summarise, total
 from image_format.difference import Fact, compare, process_changes, record_facts, region_changes, transfer
 from image_format.record import DeviceEntry, Parent, ProcessEntry, Requirement
+from tests.format.make_shared_vectors import Shared, communicators, nvshmem
 from tests.format.make_vectors import base_record
 
 SIZE = 4096
@@ -128,6 +129,42 @@ def test_processes_that_came_went_and_differ():
     found = process_changes([one, two], [replace(two, gpu_bytes=5), three])
     assert [(change.ns_pid, change.what) for change in found] == [(1, "removed"), (2, "changed"), (3, "added")]
     assert found[1].facts == (Fact("gpuBytes", 1, 5),)
+
+
+def shared_facts(change, before=None):
+    record = Shared().record
+    return [fact.path for fact in record_facts(before or record, replace(record, **change))]
+
+
+def test_communicators_are_compared_by_id_and_rank_and_elements_by_process():
+    first, second, half = communicators()
+    further = replace(second, sequence=replace(second.sequence, collectives=50000))
+    element, other, single = nvshmem()
+    fewer = replace(other, teams=other.teams[:1])
+    assert shared_facts({"communicators": (half, further, first)}) == [
+        "communicators.5cf0a19d33e871b2.1.sequence.collectives"
+    ]
+    assert shared_facts({"communicators": (first, second)})[0] == "communicators.a2b7.0.device"
+    assert shared_facts({"nvshmem": (single, fewer, element)}) == [
+        "nvshmem.12.teams.right.parent", "nvshmem.12.teams.right.pe", "nvshmem.12.teams.right.size",
+    ]  # fmt: skip
+
+
+def test_ids_that_begin_alike_are_not_taken_for_one_another():
+    first, _, _ = communicators()
+    like = replace(first, id="5cf0a19d33e871b2" + "0" * 16)
+    paths = shared_facts({"communicators": (first, like)})
+    assert [path for path in paths if path.startswith(f"communicators.{like.id}.0.")]
+    assert not [path for path in paths if path.startswith(f"communicators.{first.id}.0.")]
+
+
+def test_an_import_of_something_else_is_a_change_of_its_process():
+    _, importer, _ = Shared().record.processes
+    other = replace(importer, imports=(replace(importer.imports[0], of="15/4"), *importer.imports[1:]))
+    (change,) = process_changes([importer], [other])
+    assert change.facts == (Fact("imports.2.of", "7/1", "15/4"),)
+    (gone,) = process_changes([importer], [replace(importer, imports=importer.imports[:1])])
+    assert gone.facts == (Fact("imports.3.kind", "import", None), Fact("imports.3.of", "15/4", None))
 
 
 def test_a_checkpoint_compared_with_itself_has_no_difference():

@@ -137,7 +137,7 @@ def test_an_unknown_required_feature_is_refused_by_name(record):
         Record.from_json(doc)
     doc["features"]["required"] = []
     assert Record.from_json(doc).optional_features == ("glitter",)
-    assert {"staged"} == KNOWN_FEATURES
+    assert {"staged", "shared"} == KNOWN_FEATURES
 
 
 def test_a_writer_stamps_the_lowest_version(record):

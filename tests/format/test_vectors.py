@@ -20,7 +20,13 @@ from image_format.packs import unpacking
 from image_format.trust.keys import load_public_key
 from image_format.trust.policy import Policy, TrustedKey
 from image_format.verifying import verify_directory
-from tests.format import independent_reader, make_packed_vectors, make_staged_vectors, make_vectors
+from tests.format import (
+    independent_reader,
+    make_packed_vectors,
+    make_shared_vectors,
+    make_staged_vectors,
+    make_vectors,
+)
 from vgpu_errors import VgpuError
 
 ROOT = Path(__file__).parents[2] / "spec" / "vectors"
@@ -176,7 +182,20 @@ def test_a_reader_of_version_1_0_names_the_feature():
             independent_reader.verify(ROOT / "1.1/good" / name, trusted, features=frozenset())
 
 
-GENERATORS = {"1.0": make_vectors.make, "1.1": make_staged_vectors.make, "1.2": make_packed_vectors.make}
+def test_a_reader_of_version_1_2_names_the_feature():
+    trusted = [(ROOT / "1.3" / "keys" / "trusted.pub").read_bytes()]
+    for name in ("shared", "shared.tar", "later-minor-version"):
+        with pytest.raises(independent_reader.RefusedError, match="feature shared"):
+            independent_reader.verify(ROOT / "1.3/good" / name, trusted, features=frozenset({"staged"}))
+    assert independent_reader.verify(ROOT / "1.3/good/told", trusted, features=frozenset({"staged"}))
+
+
+GENERATORS = {
+    "1.0": make_vectors.make,
+    "1.1": make_staged_vectors.make,
+    "1.2": make_packed_vectors.make,
+    "1.3": make_shared_vectors.make,
+}
 
 
 def test_every_version_has_a_generator():

@@ -88,6 +88,55 @@ def test_inspect_prints_the_tables(trusting):
         assert word in out
 
 
+SHARED = VECTORS.parent / "1.3" / "good"
+
+
+@pytest.mark.parametrize("name", ["shared", "shared.tar", "told", "later-minor-version"])
+def test_inspect_of_shared_memory_follows_its_schema(trusting, name):
+    code, out, _ = trusting("--json", "inspect", "--no-fitness", SHARED / name)
+    doc = json.loads(out)
+    assert code == 0
+    validator("inspect-output.schema.json").validate(doc)
+    parties = {held["object"]: [(p["name"], p["role"], p["holds"]) for p in held["parties"]] for held in doc["sharing"]}
+    if name == "told":
+        assert parties == {"7/1": [("7/1", "exporter", True)]}
+        return
+    assert parties == {
+        "7/1": [("7/1", "exporter", True), ("12/2", "opened", False), ("15/5", "import", False)],
+        "12/1": [("12/1", "exporter", True), ("15/6", "import", False)],
+        "15/4": [("15/4", "import", True), ("12/3", "import", False)],
+    }
+
+
+def test_inspect_prints_who_shares_what_and_the_groups(trusting):
+    code, out, _ = trusting("inspect", "--no-fitness", SHARED / "shared")
+    assert code == 0
+    for words in (
+        "import, its exporter is gone",
+        "0x7f8000000000+0x1000, 0x7f8001000000+0x1000 from 0x1000  1:rw",
+        "not mapped",
+        "0 of 3    7       0          40961",
+        "5cf0a19d33e871b2 color 1 key -3  tensor parallel",
+        "12/1, 12/2      world 1 of 2, right 0 of 1",
+        "needs         staged, shared",
+    ):
+        assert words in out
+    assert "Shared GPU memory" not in trusting("inspect", "--no-fitness", VECTORS / "good/plain")[1]
+
+
+def test_diff_tells_what_changed_between_processes(trusting):
+    code, out, _ = trusting("--json", "diff", SHARED / "told", SHARED / "shared")
+    doc = json.loads(out)
+    validator("diff-output.schema.json").validate(doc)
+    assert code == 0
+    facts = {fact["path"]: (fact["before"], fact["after"]) for fact in doc["facts"]}
+    assert facts["communicators.5cf0a19d33e871b2.1.sequence.collectives"] == (None, 40961)
+    assert facts["features.required"] == (["staged"], ["staged", "shared"])
+    (worker,) = [process for process in doc["processes"] if process["nsPid"] == 12]
+    assert {"path": "imports.2.of", "before": None, "after": "7/1"} in worker["facts"]
+    assert "imports.2.of" in trusting("diff", SHARED / "told", SHARED / "shared")[1]
+
+
 def test_inspect_without_an_agent_says_that_it_does_not_know(trusting, monkeypatch):
     from gpu_state import client
 

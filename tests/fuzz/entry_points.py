@@ -21,12 +21,20 @@ REACHED = {
     "chunk index": ["image_format.chunk_index:from_bytes"],
     "record": [
         "image_format.record:Record.from_bytes", "image_format.record:Record.from_json", "image_format.record:Container.from_json",
-        "image_format.record:LowLevelRuntime.from_json", "image_format.record:DeviceEntry.from_json",
+        "image_format.record:LowLevelRuntime.from_json", "image_format.gpu_processes:DeviceEntry.from_json",
         "image_format.record:Requirement.from_json", "image_format.record:Phase.from_json", "image_format.record:RegionSummary.from_json",
     ],
     "record with GPU objects": [
-        "image_format.record:ProcessEntry.from_json", "image_format.record:Parent.from_json", "image_format.gpu_objects:read_objects",
+        "image_format.gpu_processes:ProcessEntry.from_json", "image_format.record:Parent.from_json", "image_format.gpu_objects:read_objects",
         "image_format.gpu_objects:ObjectEntry.from_json", "image_format.gpu_objects:ObjectMapping.from_json",
+        "image_format.gpu_objects:read_device", "image_format.gpu_objects:read_uuid",
+    ],
+    "record with shared memory": [
+        "image_format.gpu_objects:ImportEntry.from_json", "image_format.gpu_objects:Sharing.from_json",
+        "image_format.gpu_objects:read_object_name", "image_format.communicators:read_communicators",
+        "image_format.communicators:read_nvshmem", "image_format.communicators:Communicator.from_json",
+        "image_format.communicators:CallCount.from_json", "image_format.communicators:Split.from_json",
+        "image_format.communicators:ShmemElement.from_json", "image_format.communicators:Team.from_json",
     ],
     "fragment": ["image_format.vram:from_bytes"],
     "fragment file": ["image_format.vram:read_fragment"],
@@ -68,6 +76,10 @@ REACHED = {
     "preload shares": [
         "gpu_state.preload_objects:Share.from_json", "gpu_state.preload_objects:Import.from_json",
         "gpu_state.preload_objects:Sharing.from_json",
+    ],
+    "preload communicators": [
+        "gpu_state.communicators:Communicators.from_json", "gpu_state.communicators:Communicator.from_json",
+        "gpu_state.communicators:NvshmemPe.from_json", "gpu_state.communicators:NvshmemTeam.from_json",
     ],
     "state files": ["gpu_state.known_containers:KnownContainer.from_json"],
     "journal": [
@@ -138,6 +150,7 @@ NOT_FUZZED = {
     "gpu_state.driver:Device.from_json": OWN_CHILD,
     "gpu_state.inventory_proof:Tally.from_json": OWN_CHILD,
     "gpu_state.processes:GpuProcess.from_json": "reads the agent's answer, which only root can give",
+    "gpu_state.host_ties:Tie.from_json": "reads the agent's answer, which only root can give",
     "gpu_state.nvml:Nvml.load": "loads a library of the driver",
     "containerd_integration.flat_tar:unpack": "a loop over TarReader with plain names only, which the target tar and test_archive_hardening.py cover",
     "containerd_integration.api.connection:Connection.read": "protobuf parses it",

@@ -14,6 +14,7 @@ from image_format.trust.policy import parse_default
 from image_format.trust.statement import Statement
 from image_format.vram import VramFragment
 from runtime_shim import restore
+from tests.format.make_shared_vectors import Shared
 from tests.format.make_staged_vectors import small
 from tests.format.make_vectors import (
     CONFIG,
@@ -36,6 +37,7 @@ DOCUMENTS = SEALED.documents
 BUNDLE = DOCUMENTS["vgpu-signature.json"]
 STAGED = small()
 STAGED_DOCUMENTS = STAGED.seal().all(STAGED.files)
+SHARED_RECORD = Shared().seal().documents["vgpu-record.json"]
 FRAGMENT = vram.to_bytes(VramFragment.of(STAGED.regions, chunk_size=SMALL_CHUNK))
 TAR = make_tar(inside(SEALED.all(base_files())) + outside())
 POLICY_FILE = b'{"version":1,"default":"refuse-untrusted"}'
@@ -83,6 +85,7 @@ IMAGE = {
     "chunk index with GPU memory": Target(chunk_index.from_bytes, STAGED_DOCUMENTS["vgpu-index.bin"]),
     "record": Target(Record.from_bytes, DOCUMENTS["vgpu-record.json"], "json bytes"),
     "record with GPU objects": Target(Record.from_bytes, STAGED_DOCUMENTS["vgpu-record.json"], "json bytes"),
+    "record with shared memory": Target(Record.from_bytes, SHARED_RECORD, "json bytes"),
     "fragment": Target(vram.from_bytes, FRAGMENT),
     "fragment file": Target(in_file(vram.read_fragment), FRAGMENT),
     "manifest": Target(Manifest.from_bytes, DOCUMENTS["vgpu-manifest.json"], "json bytes"),

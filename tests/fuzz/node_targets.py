@@ -13,6 +13,8 @@ from gpu_state import (
     preload_frames,
     requests,
 )
+from gpu_state.communicators import Communicators
+from gpu_state.nvml_links import Link
 from gpu_state.preload_frames import FrameError, FrameReader, Hello
 from gpu_state.preload_objects import Holdings, shares_from_json
 from gpu_state.processes import GpuProcess
@@ -20,6 +22,8 @@ from image_format.record import Record, Requirement
 from oci_hook import edits, injection, settings, state
 from oci_hook.injection import parse_spec
 from runtime_shim import arguments, low_level, restore
+from runtime_shim.record_building import with_groups
+from tests.format.make_shared_vectors import Shared
 from tests.format.make_vectors import (
     CONFIG,
     base_record,
@@ -52,6 +56,17 @@ SHARES = {
         {"role": "importer", **IMPORT},
     ]
 }
+RANK = {
+    "library": "nccl", "version": "2.28.3", "id": "0f" * 16, "rank": 1, "size": 2, "device": 0,
+    "sequence": {"collectives": 7, "pointToPoint": 2},
+}  # fmt: skip
+TEAM = {"name": "6", "pe": 0, "size": 2, "parent": "world"}
+COMMUNICATORS = {
+    "communicators": [RANK, RANK | {"parent": "0f" * 16, "split": {"color": 1, "key": 0}, "finalized": True}],
+    "nvshmem": [{"library": "nvshmem", "version": "3.4.5", "pe": 1, "size": 4, "device": 0, "teams": [TEAM]}],
+    "starting": 1,
+    "unlisted": 2,
+}
 HOLDINGS = {
     "objects": [OBJECT | {"shared": {"ways": ["ipc"], "peers": [8], "peer_count": 2}}],
     "imports": [IMPORT],
@@ -73,6 +88,7 @@ STATE = {
 FACTS = node_facts.NodeFacts(
     "580.1", "13.0", (node_facts.DeviceFacts(0, UUID, "NVIDIA H200", 1 << 37),), "4.2",
     node_facts.RuntimeFacts("runc", "1.3.6"), "6.18", 2, "x86_64", ("avx2",), {"glibc": "aa11"},
+    links=(Link(UUID, UUID.replace("0", "1"), True, None, 4, "node"),), nccl_version="2.28.9",
 ).to_json()  # fmt: skip
 PROCESS = GpuProcess(7, 7, "train", "running", devices=(UUID,), gpu_bytes=1).to_json()
 REQUEST = {"id": 1, "verb": "freeze", "args": {
@@ -145,6 +161,16 @@ KEYS = ("kernel.version", "cpu.flags", "criu.version", "runtime.name", "driver.r
 FIT_RECORD = replace(
     base_record(), requirements=tuple(Requirement(key, "9" * 5000 if key == "criu.version" else "6.18") for key in KEYS)
 ).to_bytes()
+SHARED_RECORD = Shared().record.stamped()
+GROUPS = {key: SHARED_RECORD.to_json()[key] for key in ("communicators", "nvshmem")}
+
+
+def groups_of(doc):
+    """What an agent relays of communication libraries; whatever it is, the record can be written and read."""
+    record = with_groups(SHARED_RECORD, node_facts.NodeFacts.from_json(FACTS), doc)
+    return Record.from_bytes(record.stamped().to_bytes())
+
+
 HELLO_FRAME = preload_frames.Frame(1, 1, HELLO).to_bytes()
 HOLDINGS_FRAME = preload_frames.Frame(11, 2, HOLDINGS, 2).to_bytes()
 AGENT = {
@@ -154,9 +180,12 @@ AGENT = {
     "preload hello": Target(Hello.from_json, HELLO, "object", FrameError),
     "preload holdings": Target(Holdings.from_json, HOLDINGS, "object", FrameError),
     "preload shares": Target(shares_from_json, SHARES, "object", FrameError),
+    "preload communicators": Target(Communicators.from_json, COMMUNICATORS, "object", FrameError),
     "state files": Target(containers_in, as_bytes(STATE), "json bytes"),
     "journal": Target(leases_in, as_bytes(LEASE), "json bytes"),
     "fitness of a record": Target(fitness_of, FIT_RECORD, "json bytes"),
+    "fitness of a record with shared memory": Target(fitness_of, SHARED_RECORD.to_bytes(), "json bytes"),
+    "groups that processes told": Target(groups_of, GROUPS, "object"),
     "node facts": Target(node_facts.NodeFacts.from_json, FACTS, "object", node_facts.NodeFactsError),
 }
 

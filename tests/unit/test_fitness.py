@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpu_state import node_facts
 from gpu_state.fitness import device_map, findings, musts, requirements_from, version_tuple
 from gpu_state.node_facts import DeviceFacts, NodeFacts, NodeFactsError, RuntimeFacts
+from gpu_state.nvml_links import Link
 from gpu_state.processes import GpuProcess
 from image_format.record import DeviceEntry, ProcessEntry, Requirement
 
@@ -37,6 +39,8 @@ FACTS = NodeFacts(
     cpu_flags=("avx2", "avx512f", "pti", "sse4_2"),
     preload={"glibc": "11aa", "musl": None},
     preload_builds=("glibc/00ff", "glibc/11aa"),
+    links=(Link(uuid("a"), uuid("b"), True, True, 18, "node"),),
+    nccl_version="2.28.9",
 )
 
 
@@ -175,8 +179,42 @@ def test_facts_survive_json():
         ({"kernel": 6}, "facts.kernel"),
         ({"cgroup_version": "2"}, "facts.cgroup_version"),
         ({"runtime": {"name": "runc"}}, "facts.runtime.version"),
+        ({"links": {}}, "facts.links"),
+        ({"links": [{"a": "GPU-1"}]}, r"facts.links\[0\].b"),
+        ({"links": [{"a": "GPU-1", "b": "GPU-2", "reads": 1}]}, r"facts.links\[0\].reads"),
+        ({"links": [{"a": "GPU-1", "b": "GPU-2", "nvlinks": "18"}]}, r"facts.links\[0\].nvlinks"),
     ],
 )
 def test_damaged_facts_name_the_fault(damage, named):
     with pytest.raises(NodeFactsError, match=named):
         NodeFacts.from_json(FACTS.to_json() | damage)
+
+
+def test_facts_of_an_agent_that_tells_no_links_are_read():
+    doc = FACTS.to_json()
+    del doc["links"], doc["nccl_version"]
+    assert NodeFacts.from_json(doc) == replace(FACTS, links=(), nccl_version=None)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("libnccl.so.2.28.9", "2.28.9"), ("libnccl.so.2", None), (None, None)])
+def test_the_node_s_own_nccl_is_known_by_its_file_name(tmp_path, name, expected):
+    if name is not None:
+        (tmp_path / name).write_bytes(b"")
+    if expected is not None:
+        (tmp_path / "libnccl.so.2").symlink_to(name)
+    assert node_facts.nccl_version([tmp_path / "absent", tmp_path]) == expected
+
+
+@pytest.mark.parametrize(
+    ("needed", "here", "is_met"),
+    [
+        (("2.28.9",), "2.28.9", True),
+        (("2.27.3", "2.28.9"), "2.28.9", True),
+        (("2.28.9",), None, True),
+        (("2.28.9",), "2.29.0", False),
+        ("2.28.9", "2.29.0", False),
+    ],
+)
+def test_another_nccl_on_the_node_is_told(needed, here, is_met):
+    found = findings(record(Requirement("nccl.version", needed, "should")), replace(FACTS, nccl_version=here))
+    assert [(finding.key, finding.level) for finding in found] == ([] if is_met else [("nccl.version", "should")])

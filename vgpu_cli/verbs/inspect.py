@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vgpu_cli import inspection
+from vgpu_cli.sharing_view import print_sharing
 from vgpu_cli.wording import count_text, short_text, size_text
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 HELP = "show what is in a checkpoint, who signed it, and whether it fits this node"
 DESCRIPTION = (
     "Shows what a checkpoint says of itself: the container, when and how it was frozen, its processes, GPUs, files and "
-    "GPU memory with their sizes, who signed it and whether this node trusts that key, what no signature covers, and "
+    "GPU memory with their sizes, what processes share and the communicators between them, who signed it and whether this node trusts that key, what no signature covers, and "
     "whether it would run here. The content is not read and nothing is trusted or changed; 'vgpu verify' checks every byte."
 )
 EXAMPLES = (
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _print(doc: dict[str, Any], out: Output, *, shown: int | None) -> None:
     out.table("Checkpoint", ["what", "value"], _summary_rows(doc))
     _print_record(doc["record"], doc["fitness"], out)
+    print_sharing(doc, out, shown)
     _print_content(doc["content"], out, shown)
     if doc["outside"]:
         rows = [[entry["name"], size_text(entry["bytes"])] for entry in doc["outside"]]

@@ -230,3 +230,91 @@ EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigne
     *count = 0;
     return NVML_SUCCESS;
 }
+
+/* ---- How the devices are connected: $SOFTWARE_GPU_DIR/links, a line "A B REACHES NVLINKS SWITCHED" for each pair that is
+ * not as usual; without it every device reaches every other one and there is no NVLink. */
+
+enum { MAX_NVLINKS = 18, NVLINK_TO_GPU = 0, NVLINK_TO_SWITCH = 2, P2P_OK = 0, P2P_UNSUPPORTED = 5, P2P_NVLINK = 2,
+       LEVEL_NODE = 40, SWITCH_BUS = 0xf0 };
+
+struct connection { int reaches, nvlinks, is_switched; };
+struct pci_info { char bus_id_legacy[16]; unsigned domain, bus, device, pci_device_id, pci_sub_system_id; char bus_id[32]; };
+
+static struct connection connection_of(int a, int b)
+{
+    struct connection found = {1, 0, 0}, read;
+    char path[512];
+    int first, second;
+    snprintf(path, sizeof path, "%s/links", state_dir());
+    FILE *file = fopen(path, "re");
+    if (!file) return found;
+    while (fscanf(file, "%d %d %d %d %d", &first, &second, &read.reaches, &read.nvlinks, &read.is_switched) == 5)
+        if ((first == a && second == b) || (first == b && second == a)) found = read;
+    fclose(file);
+    return found;
+}
+
+/* Number `link` of a device's NVLinks leads to this device; -1 where there is no such link. */
+static int nvlink_peer(int ordinal, unsigned link)
+{
+    for (int other = 0; other < device_count; other++) {
+        unsigned count = other == ordinal ? 0 : (unsigned)connection_of(ordinal, other).nvlinks;
+        if (link < count) return other;
+        link -= count;
+    }
+    return -1;
+}
+
+static int fill_pci(struct pci_info *out, unsigned bus)
+{
+    NEED(out, NVML_INVALID_ARGUMENT);
+    *out = (struct pci_info){.bus = bus};
+    snprintf(out->bus_id, sizeof out->bus_id, "00000000:%02X:00.0", bus);
+    snprintf(out->bus_id_legacy, sizeof out->bus_id_legacy, "0000:%02X:00.0", bus);
+    return NVML_SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, struct pci_info *out)
+{
+    NEED(is_device(device), NVML_INVALID_ARGUMENT);
+    return fill_pci(out, (unsigned)ordinal_of(device) + 1);
+}
+
+EXPORT int nvmlDeviceGetP2PStatus(nvmlDevice_t a, nvmlDevice_t b, int what, int *status)
+{
+    NEED(is_device(a) && is_device(b) && a != b && status, NVML_INVALID_ARGUMENT);
+    struct connection found = connection_of(ordinal_of(a), ordinal_of(b));
+    *status = (what == P2P_NVLINK ? found.nvlinks : found.reaches) ? P2P_OK : P2P_UNSUPPORTED;
+    return NVML_SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t a, nvmlDevice_t b, int *level)
+{
+    NEED(is_device(a) && is_device(b) && level, NVML_INVALID_ARGUMENT);
+    *level = a == b ? 0 : LEVEL_NODE;
+    return NVML_SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned link, int *is_active)
+{
+    NEED(is_device(device) && is_active && link < MAX_NVLINKS, NVML_INVALID_ARGUMENT);
+    *is_active = nvlink_peer(ordinal_of(device), link) >= 0;
+    return NVML_SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t device, unsigned link, int *type)
+{
+    NEED(is_device(device) && type, NVML_INVALID_ARGUMENT);
+    int other = nvlink_peer(ordinal_of(device), link);
+    NEED(other >= 0, NVML_NOT_SUPPORTED);
+    *type = connection_of(ordinal_of(device), other).is_switched ? NVLINK_TO_SWITCH : NVLINK_TO_GPU;
+    return NVML_SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t device, unsigned link, struct pci_info *out)
+{
+    NEED(is_device(device), NVML_INVALID_ARGUMENT);
+    int other = nvlink_peer(ordinal_of(device), link);
+    NEED(other >= 0, NVML_NOT_SUPPORTED);
+    return fill_pci(out, connection_of(ordinal_of(device), other).is_switched ? SWITCH_BUS : (unsigned)other + 1);
+}
