@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpu_state.blockers import rule_of, sentence
 from gpu_state.driver import FIRST_VERSION_WITH_CHECKPOINT
 from gpu_state.fitness import version_tuple
+from gpu_state.host_ties import Finding, summary
 from gpu_state.preload_objects import Blocker
 
 if TYPE_CHECKING:
@@ -75,6 +76,23 @@ def device_nodes(nodes: Sequence[str], gpu_count: int) -> Check:
             "Run 'nvidia-modprobe -u -c0', or let the NVIDIA container toolkit make them at boot.",
         )  # fmt: skip
     return Check("device nodes", "ok", ", ".join(nodes) or "none, and no GPU either")
+
+
+def gpu_links(facts: NodeFacts) -> Check | None:
+    """How many pairs of GPUs reach each other's memory; None where there is no pair."""
+    count = len(facts.devices) * (len(facts.devices) - 1) // 2
+    if not count:
+        return None
+    key, told = "gpu links", [link.reaches for link in facts.links]
+    linked = sum(bool(link.nvlinks) for link in facts.links)
+    text = f"{told.count(True)} of {count} pairs of GPUs reach each other's memory, {linked} by NVLink"
+    unknown = count - told.count(True) - told.count(False)
+    if not unknown:
+        return Check(key, "ok", text)
+    return Check(
+        key, "warn", f"{text}; of {unknown} nothing is known",
+        "Give the node agent the driver's libnvidia-ml.so.1, so that a restore of processes that share memory can be checked.",
+    )  # fmt: skip
 
 
 def criu(version: str | None, kernel: str) -> Check:
@@ -204,29 +222,37 @@ def staging_reserve(wanted_bytes: int, facts: Mapping[str, Any] | None) -> Check
     )  # fmt: skip
 
 
-def blockers(pid: int, comm: str, files: Sequence[str], tracer: int) -> list[Check]:
-    """What a process holds that neither the driver nor CRIU can take along, as far as /proc shows it."""
+def blockers(pid: int, comm: str, files: Sequence[str]) -> list[Check]:
+    """Device files of the driver's that its own checkpoint does not close; what CRIU refuses is in `host_ties`."""
     named = f"process {pid} ({comm})"
-    found = [
+    return [
         Check(f"process {pid}", "fail", f"{named} holds {path}: {why}", remedy)
         for prefix, why, remedy in _BLOCKING_FILES
         for path in sorted(set(files))
         if path.startswith(prefix)
     ]
-    return found + ([_traced(pid, named, tracer)] if tracer else [])
 
 
-def _traced(pid: int, named: str, tracer: int) -> Check:
-    what = f"{named} is traced by process {tracer}, so CRIU cannot attach"
-    return Check(f"process {pid}", "fail", what, "Stop the debugger first.")
+def host_ties(findings: Sequence[Finding]) -> list[Check]:
+    """What the processes hold of the host: what CRIU refuses, what only an option lets through, and what comes back."""
+    checks = [_tie(finding) for finding in findings if finding.outcome != "restored"]
+    restored = summary(findings)
+    return [*checks, *([Check("host side", "ok", f"restored: {restored}")] if restored else [])]
+
+
+def _tie(finding: Finding) -> Check:
+    tie = finding.tie
+    # An option of the engine's own command is the caller's choice at the checkpoint; the rest has to be mended first.
+    is_grave = finding.outcome == "refused" and not (finding.by_engine_option or finding.passes)
+    return Check(
+        f"process {tie.pid}", "fail" if is_grave else "warn", f"{tie.comm} holds {finding.text}", finding.remedy
+    )
 
 
 _BLOCKING_FILES = (
     ("/dev/nvidia-caps/", "a MIG instance, which the driver does not checkpoint", "Use a whole GPU."),
     ("/dev/nvidia-fs", "GPUDirect Storage, which the driver does not checkpoint", "Close the GDS files first."),
     ("/dev/nvidia-modeset", "graphics, which the driver does not checkpoint", "Use compute only."),
-    ("/dev/dri/", "a graphics device, which CRIU cannot dump", "Use compute only."),
-    ("/dev/infiniband/", "RDMA, which neither the driver nor CRIU takes along", "Close the RDMA connections first."),
 )
 
 

@@ -188,6 +188,11 @@ def ns_pid_of(pid: int) -> int | None:
     return None if line is None else int(line.split()[-1])
 
 
+def is_gpu_file(path: str) -> bool:
+    """A device file of the driver's: its own checkpoint closes it, or names what it cannot close."""
+    return _is_device(path)
+
+
 def device_minors(device_files: tuple[str, ...]) -> tuple[int, ...]:
     """The GPU numbers among held device files: /dev/nvidia0 -> 0; control and UVM files name no GPU."""
     tails = (Path(path).name.removeprefix("nvidia") for path in device_files)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_state import node_facts
 from gpu_state.deadline import Deadline
 from gpu_state.freeze import Freeze, FreezeOrder, Frozen, Tools
+from gpu_state.host_ties_found import find_host_ties
 from gpu_state.inventory import with_modes
 from gpu_state.lease_table import Caller, LeaseTable
 from gpu_state.leases import Lease, new_lease_id
@@ -96,6 +97,7 @@ class Service:
             driver_release=node.release if node else None,
             cuda_version=node.cuda_version if node else None,
             devices=node.devices if node else (),
+            links=node.links if node else (),
             runtime_path=request.args.text_or_none("runtime"),
         )
         return facts.to_json() | {"staging_reserve": self._reserve.to_json() if self._reserve is not None else None}
@@ -113,6 +115,8 @@ class Service:
         }
         if request.args.flag_or("blockers", default=False):
             result["holdings"] = {str(pid): held for pid, held in self._staged.blockers(container, deadline).items()}
+        if request.args.flag_or("host_ties", default=False):
+            result["host_ties"] = [tie.to_json() for tie in find_host_ties(cgroup, deadline)]
         return result
 
     def freeze(self, request: Request, caller: Caller, phases: Phases) -> dict[str, Any]:

@@ -7,7 +7,7 @@ The steps, and what a crash after each leaves behind (the lease is the agent's, 
 
 1. prepare      key and node looked at                                     the container as it was
 2. lift_pause   the engine's own pause lifted                              the container running
-3. make_room    GPU processes and space looked at, old seal removed        the same, no image
+3. make_room    processes and space looked at, old seal removed            the same, no image
 4. freeze_gpu   lease taken, GPU processes locked and checkpointed         the agent thaws them
 5. hold         cgroup frozen, so that nothing runs between 6 and 8        the agent unfreezes, then thaws
 6. dump         low-level runtime's checkpoint, always leaving it running  the same; images without a signature
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_state.client import AgentClient
-from gpu_state.node_facts import NodeFacts
+from gpu_state.node_facts import NodeFacts, RuntimeFacts
 from gpu_state.processes import GpuProcess
 from gpu_state.undo import Undo
 from image_format import security_config
@@ -39,11 +39,11 @@ from image_format.record import LowLevelRuntime, Phase
 from image_format.sealing import remove_old_seal, seal
 from image_format.trust.keys import load_signing_key
 from oci_hook.control_directory import forget_container
-from runtime_shim import debug_log, freezer, seen, state_file, store_side
+from runtime_shim import debug_log, freezer, host_side, seen, state_file, store_side
 from runtime_shim.parent_side import ParentCheckpoint, leased_parent
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
-from runtime_shim.record_building import build_record
+from runtime_shim.record_building import build_record, with_groups
 from runtime_shim.staged_checkpoint import StagedSide
 from runtime_shim.supervise import Shield, run_child
 from runtime_shim.target import Target, find_target
@@ -159,12 +159,27 @@ class _Checkpoint:
 
     def make_room(self) -> None:
         """The last refusals; then what an earlier checkpoint left goes. The driver tells nothing of a paused process."""
-        found = self.agent.request("inventory", {"cgroup": self.target.cgroup}, deadline_s=look_s(self.settings))
+        found = self.look()
+        self.refuse_host_ties(found)
         gpu_bytes = sum(int(process.get("gpu_bytes") or 0) for process in found["processes"])
         self.image_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.check_space(gpu_bytes)
         remove_old_seal(self.image_path)
         remove_dump(self.image_path)
+
+    def look(self) -> dict[str, Any]:
+        """What the container's processes hold, of the GPU and of the host."""
+        args = {"cgroup": self.target.cgroup, "container": self.target.id, "host_ties": True}
+        return self.agent.request("inventory", args, deadline_s=look_s(self.settings))
+
+    def refuse_host_ties(self, found: dict[str, Any]) -> None:
+        """What CRIU would refuse with the options of this call is refused here, with its remedy."""
+        engine = str(self.target.state.get("engine", "unknown"))
+        runtime = RuntimeFacts(self.low_level.name, self.low_level.version())
+        side = host_side.criu_side(self.call, runtime, self.target.config(), self.facts, engine)
+        for finding in host_side.refuse_what_criu_refuses(found, self.look, side, self.target.id):
+            if finding.outcome == "note":
+                self.progress.note(f"process {finding.tie.pid} holds {finding.text}")
 
     def check_space(self, gpu_bytes: int) -> None:
         """In driver mode the GPU's memory becomes host memory, and CRIU writes both."""
@@ -270,7 +285,8 @@ class _Checkpoint:
             runtime=LowLevelRuntime(name, version, self.low_level.path),
             phases=[Phase(phase, seconds) for phase, seconds in self.clock.taken],
         )
-        return self.staged.with_objects(record, self.processes)
+        record = self.staged.with_objects(record, self.processes)
+        return with_groups(record, self.facts, self.staged.groups, self.progress.note)
 
     def with_parent(self, record: Record, fragment: Path | None) -> Record:
         """The record names the checkpoint that this one has packs of."""

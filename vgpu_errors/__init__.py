@@ -285,6 +285,13 @@ class StagingWorkerLost(NodeError):
     remedy = "The steps before were undone. Look into the kernel log for messages of the NVIDIA driver or of the OOM killer, then try again."
 
 
+class HostTieBlocks(NodeError):
+    """Process {pid} ({comm}) of {container} cannot be checkpointed: it holds {what}"""
+
+    exit_code = 44
+    remedy = "'vgpu doctor CONTAINER' lists everything of this kind with its remedy."
+
+
 class StoreBusy(NodeError):
     """The store {root} was in use for {seconds} s."""
 

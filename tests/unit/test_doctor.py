@@ -11,7 +11,8 @@ import pytest
 
 from gpu_state import doctor
 from gpu_state.known_containers import known_containers
-from gpu_state.node_facts import NodeFacts, RuntimeFacts
+from gpu_state.node_facts import DeviceFacts, NodeFacts, RuntimeFacts
+from gpu_state.nvml_links import Link
 from gpu_state.processes import GpuProcess, ProcessHoldings, identity_of
 from tests.unit.agent_stage import CONTAINER, Stage, cgroup2_mount, wait_until
 from vgpu_cli import container_names, known
@@ -130,18 +131,36 @@ def test_other_rules(check, status):
     assert bool(found.remedy) == (status != "ok")
 
 
+TWO = (DeviceFacts(0, "GPU-a", "X", 1), DeviceFacts(1, "GPU-b", "X", 1))
+
+
 @pytest.mark.parametrize(
-    ("files", "tracer", "named"),
+    ("devices", "links", "status", "said"),
     [
-        (["/dev/null", "/dev/nvidia0", "/dev/nvidiactl", "/tmp/x"], 0, []),
-        (["/dev/nvidia-caps/nvidia-cap1"], 0, ["MIG"]),
-        (["/dev/infiniband/uverbs0", "/dev/infiniband/uverbs0"], 0, ["RDMA"]),
-        (["/dev/nvidia-fs0", "/dev/dri/renderD128"], 0, ["GPUDirect", "graphics"]),
-        ([], 42, ["traced by process 42"]),
+        ((), (), None, ""),
+        (TWO[:1], (), None, ""),
+        (TWO, (Link("GPU-a", "GPU-b", True, True, 18),), "ok", "1 of 1 pairs of GPUs reach each other's memory, 1 by NVLink"),
+        (TWO, (Link("GPU-a", "GPU-b", False, True, 0),), "ok", "0 of 1 pairs of GPUs reach each other's memory, 0 by"),
+        (TWO, (Link("GPU-a", "GPU-b"),), "warn", "of 1 nothing is known"),
+        (TWO, (), "warn", "of 1 nothing is known"),
+    ],
+)  # fmt: skip
+def test_how_gpus_are_connected_is_told(devices, links, status, said):
+    found = doctor.gpu_links(replace(FACTS, devices=devices, links=links))
+    assert (found.status if found else None) == status
+    assert said in (found.what if found else "")
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["/dev/null", "/dev/nvidia0", "/dev/nvidiactl", "/tmp/x"], []),
+        (["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap1"], ["MIG"]),
+        (["/dev/nvidia-fs0", "/dev/nvidia-modeset"], ["GPUDirect", "graphics"]),
     ],
 )
-def test_what_a_process_holds_and_nobody_can_take_along(files, tracer, named):
-    found = doctor.blockers(7, "python", files, tracer)
+def test_what_a_process_holds_and_the_driver_does_not_checkpoint(files, named):
+    found = doctor.blockers(7, "python", files)
     assert len(found) == len(named)
     assert all(check.status == "fail" and check.remedy for check in found)
     assert all(word in check.what for word, check in zip(named, found, strict=True))

@@ -7,6 +7,7 @@ The rules are in gpu_state/doctor.py; here is the looking. Exit code 20 when som
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from gpu_state import doctor
 from gpu_state.client import DEFAULT_SOCKET, AgentClient
 from gpu_state.doctor import Check
-from gpu_state.node_facts import NodeFacts, NodeFactsError, gather
-from gpu_state.processes import GpuProcess, gpu_holdings, open_files, tracer_of
+from gpu_state.host_ties import Tie, judge_all
+from gpu_state.node_facts import NodeFacts, NodeFactsError, RuntimeFacts, gather
+from gpu_state.processes import GpuProcess, gpu_holdings, open_files
 from oci_hook.settings import read_settings
+from runtime_shim import state_file
+from runtime_shim.host_side import criu_side
 from vgpu_cli.known import find_container
 from vgpu_errors import VgpuError
 
@@ -84,6 +88,7 @@ def _node_checks(args: argparse.Namespace) -> list[Check]:
         settings_check,
         doctor.driver(local, problem),
         doctor.device_nodes(nodes, len(local.devices)),
+        doctor.gpu_links(local),
         doctor.criu(local.criu_version, local.kernel),
         *_criu_checks(local.criu_version),
         doctor.runtime(local.runtime),
@@ -138,7 +143,11 @@ def _look_without_agent(runtime: str | None) -> tuple[NodeFacts, str]:
     finally:
         pool.close()
     facts = gather(
-        driver_release=node.release, cuda_version=node.cuda_version, devices=node.devices, runtime_path=runtime
+        driver_release=node.release,
+        cuda_version=node.cuda_version,
+        devices=node.devices,
+        links=node.links,
+        runtime_path=runtime,
     )
     return facts, ""
 
@@ -225,16 +234,18 @@ def _container_checks(args: argparse.Namespace) -> list[Check]:
         return [Check("processes", "ok", "no process of this container uses the GPU now")]
     checks, has_unseen = _inventory_checks(args, container)
     for process in held:
-        checks += doctor.blockers(process.pid, process.comm, open_files(process.pid), tracer_of(process.pid))
+        checks += doctor.blockers(process.pid, process.comm, open_files(process.pid))
     return [*checks, *_memory_space(checks), *([doctor.UNSEEN] if has_unseen else [])]
 
 
 def _inventory_checks(args: argparse.Namespace, container: KnownContainer) -> tuple[list[Check], bool]:
     """What the agent and the preload libraries say; and whether a process is left whose memory nobody can look into."""
-    wanted = {"container": container.id, "cgroup": container.cgroup, "blockers": True}
+    wanted = {"container": container.id, "cgroup": container.cgroup, "blockers": True, "host_ties": True}
+    settings, _ = _read_settings(Path(args.etc))
     try:
         with AgentClient.connect(args.socket, start_on_demand=not args.no_start) as agent:
             answer = agent.request("inventory", wanted, deadline_s=_AGENT_S)
+            facts = agent.request("facts", {"runtime": settings.low_level_runtime}, deadline_s=_AGENT_S)
     except VgpuError as error:
         return [Check("processes", "fail", error.message, error.remedy)], True
     processes = [GpuProcess.from_json(doc) for doc in answer["processes"]]
@@ -245,7 +256,20 @@ def _inventory_checks(args: argparse.Namespace, container: KnownContainer) -> tu
     for process in processes:
         if str(process.pid) in holdings:
             checks += doctor.holdings(process.pid, process.comm, holdings[str(process.pid)])
+    checks += _host_tie_checks(container, answer, facts)
     return checks, any(str(process.pid) not in holdings for process in processes)
+
+
+def _host_tie_checks(container: KnownContainer, answer: dict[str, Any], facts: dict[str, Any]) -> list[Check]:
+    """What the processes hold of the host, judged as a checkpoint without any option would be."""
+    node = NodeFacts.from_json(facts)
+    state = state_file.read(container.id) or {}
+    try:
+        config = json.loads(Path(str(state.get("bundle", "")), "config.json").read_bytes())
+    except (OSError, ValueError):
+        config = {}
+    side = criu_side(None, node.runtime or RuntimeFacts("", ""), config, node, container.engine)
+    return doctor.host_ties(judge_all(map(Tie.from_json, answer.get("host_ties") or ()), side))
 
 
 def judge_processes(processes: Sequence[GpuProcess]) -> Check:
