@@ -116,3 +116,21 @@ void *elf_definition(ElfW(Addr) base, const ElfW(Dyn) *dynamic, const char *name
         index = find_by_sysv_hash(&symbols, name);
     return index == 0 ? NULL : (void *)(symbols.base + symbols.table[index].st_value);
 }
+
+const char *elf_soname(ElfW(Addr) base, const ElfW(Dyn) *dynamic)
+{
+    struct symbols symbols;
+    if (!symbols_of(base, dynamic, &symbols)) return "";
+    for (const ElfW(Dyn) *entry = dynamic; entry->d_tag != DT_NULL; entry++)
+        if (entry->d_tag == DT_SONAME) return symbols.names + entry->d_un.d_val;
+    return "";
+}
+
+bool elf_needs(ElfW(Addr) base, const ElfW(Dyn) *dynamic, const char *library)
+{
+    struct symbols symbols;
+    if (library[0] == '\0' || !symbols_of(base, dynamic, &symbols)) return false;
+    for (const ElfW(Dyn) *entry = dynamic; entry->d_tag != DT_NULL; entry++)
+        if (entry->d_tag == DT_NEEDED && same_name(symbols.names + entry->d_un.d_val, library)) return true;
+    return false;
+}

@@ -13,6 +13,12 @@
 /* Prefers the default version of a symbol. NULL: this object does not define it. */
 void *elf_definition(ElfW(Addr) base, const ElfW(Dyn) *dynamic, const char *name);
 
+/* The name that an object gives itself; an empty string when it has none. */
+const char *elf_soname(ElfW(Addr) base, const ElfW(Dyn) *dynamic);
+
+/* True when the object names this library among those it needs. */
+bool elf_needs(ElfW(Addr) base, const ElfW(Dyn) *dynamic, const char *library);
+
 static inline bool same_name(const char *one, const char *other)
 {
     while (*one != '\0' && *one == *other) one++, other++;

@@ -2,6 +2,7 @@
 
 #include "elf_symbols.h"
 #include "loaded_objects.h"
+#include "which_library.h"
 
 /* What stands in for a call that nobody defines: an application with a weak reference and no driver. */
 #pragma GCC diagnostic push
@@ -49,7 +50,7 @@ _Thread_local unsigned char call_depth[CALL_COUNT];
 
 enum call_id call_named(const char *name)
 {
-    if (name == NULL || (name[0] != 'c' && name[0] != 'd')) return CALL_NONE;
+    if (name == NULL || (name[0] != 'c' && name[0] != 'd' && name[0] != 'n')) return CALL_NONE;
     for (enum call_id id = 0; id < CALL_COUNT; id++)
         if (same_name(calls[id].name, name)) return id;
     return CALL_NONE;
@@ -92,6 +93,22 @@ void forget_known_functions(void)
         atomic_store_explicit(&known_function[id], NULL, memory_order_release);
 }
 
+static void forget_if_unloaded(_Atomic(void *) *function, const char *name)
+{
+    void *found = atomic_load(function);
+    if (found != NULL && loaded_beside(found, name) != found) atomic_compare_exchange_strong(function, &found, NULL);
+}
+
+void forget_unloaded_functions(void)
+{
+    for (enum call_id id = 0; id < CALL_COUNT; id++) {
+        if (!is_library_call(id)) continue;
+        forget_if_unloaded(&asked_by_application[id], calls[id].name);
+        forget_if_unloaded(&asked_by_interposer[id], calls[id].name);
+        forget_if_unloaded(&known_function[id], calls[id].name);
+    }
+}
+
 void *linker_function(enum call_id id)
 {
     void *function = atomic_load(&linker_functions[id]);
@@ -105,6 +122,26 @@ void *linker_function(enum call_id id)
 bool is_linker_call(enum call_id id)
 {
     return calls[id].base == NULL;
+}
+
+bool is_nccl_call(enum call_id id)
+{
+    return calls[id].name[0] == 'n' && calls[id].name[1] == 'c';
+}
+
+bool is_library_call(enum call_id id)
+{
+    return calls[id].name[0] == 'n';
+}
+
+const char *call_name(enum call_id id)
+{
+    return calls[id].name;
+}
+
+void *function_asked_for(enum call_id id)
+{
+    return atomic_load(&asked_by_application[id]);
 }
 
 bool defined_by_asker(enum call_id id, const void *asker)
@@ -131,6 +168,7 @@ static void remember_asked(enum call_id id, void *found)
 void *substitute(enum call_id id, void *found, bool asker_is_interposer)
 {
     if (is_ours(id, found)) return found;
+    if (is_library_call(id) && !asker_is_interposer && !library_is_followed(id, found)) return found;
     if (asker_is_interposer)
         atomic_store(&asked_by_interposer[id], found);
     else if (!is_linker_call(id))

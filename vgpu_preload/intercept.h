@@ -21,6 +21,7 @@
 #include <stddef.h>
 
 #include "cuda_abi.h"
+#include "library_abi.h"
 
 #ifdef __GLIBC__
 #define VGPU_HAVE_DLVSYM 1
@@ -70,6 +71,9 @@ extern _Atomic(void *) known_function[CALL_COUNT];
 void *find_function(enum call_id id);
 void forget_known_functions(void);
 
+/* Forgets functions of NCCL and NVSHMEM that were found or asked for in a library that is gone. */
+void forget_unloaded_functions(void);
+
 /* An interposer behind us may hold our wrapper as its "real" function. Then we are entered a second time in the same
  * thread, and must go to the bottom of the chain instead of to the interposer again. */
 extern _Thread_local unsigned char call_depth[CALL_COUNT];
@@ -112,6 +116,16 @@ bool defined_by_asker(enum call_id id, const void *asker);
 
 /* True for dlsym and dlvsym. */
 bool is_linker_call(enum call_id id);
+
+/* True for calls of NCCL and of NVSHMEM, of which a process may have loaded more than one. */
+bool is_nccl_call(enum call_id id);
+bool is_library_call(enum call_id id);
+
+/* The public name. */
+const char *call_name(enum call_id id);
+
+/* What a lookup of an application gave last for this call; NULL: none was made. */
+void *function_asked_for(enum call_id id);
 
 /* True when somebody else in the process defines it. */
 bool defined_elsewhere(enum call_id id);

@@ -89,6 +89,81 @@ void *loaded_beside(const void *address, const char *name)
     return search_for((struct search){.name = name, .which = BESIDE, .beside = address});
 }
 
+bool loaded_twice(const char *name)
+{
+    return loaded_first(name) != loaded_last(name);
+}
+
+static const ElfW(Dyn) *dynamic_of(const struct dl_phdr_info *info)
+{
+    for (int n = 0; n < info->dlpi_phnum; n++)
+        if (info->dlpi_phdr[n].p_type == PT_DYNAMIC)
+            return (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[n].p_vaddr);
+    return NULL;
+}
+
+struct needs {
+    const void *caller;
+    const char *name;
+    ElfW(Addr) base; /* of the caller's object */
+    const ElfW(Dyn) *dynamic;
+    void *own;
+    void *needed;
+};
+
+static int find_caller(struct dl_phdr_info *info, size_t size, void *argument)
+{
+    struct needs *needs = argument;
+    (void)size;
+    if (!object_contains(info, needs->caller)) return 0;
+    needs->base = info->dlpi_addr;
+    needs->dynamic = dynamic_of(info);
+    if (!object_contains(info, &address_of_ours)) needs->own = definition_in(info, needs->name);
+    return 1;
+}
+
+static bool is_needed(const struct needs *needs, const struct dl_phdr_info *info)
+{
+    const ElfW(Dyn) *dynamic = dynamic_of(info);
+    const char *file = info->dlpi_name != NULL ? info->dlpi_name : "";
+    for (const char *at = file; *at != '\0'; at++)
+        if (*at == '/') file = at + 1;
+    return elf_needs(needs->base, needs->dynamic, file) ||
+           elf_needs(needs->base, needs->dynamic, elf_soname(info->dlpi_addr, dynamic));
+}
+
+static int find_needed(struct dl_phdr_info *info, size_t size, void *argument)
+{
+    struct needs *needs = argument;
+    (void)size;
+    if (object_contains(info, &address_of_ours) || dynamic_of(info) == NULL || !is_needed(needs, info)) return 0;
+    needs->needed = definition_in(info, needs->name);
+    return needs->needed != NULL;
+}
+
+void *loaded_for(const void *caller, const char *name)
+{
+    struct needs needs = {.caller = caller, .name = name};
+    dl_iterate_phdr(find_caller, &needs);
+    if (needs.own != NULL || needs.dynamic == NULL) return needs.own;
+    dl_iterate_phdr(find_needed, &needs);
+    return needs.needed;
+}
+
+static int count_changes(struct dl_phdr_info *info, size_t size, void *changes)
+{
+    if (size >= offsetof(struct dl_phdr_info, dlpi_subs) + sizeof info->dlpi_subs)
+        *(unsigned long long *)changes = info->dlpi_adds + info->dlpi_subs + 1;
+    return 1;
+}
+
+unsigned long long loaded_changes(void)
+{
+    unsigned long long changes = 0;
+    dl_iterate_phdr(count_changes, &changes);
+    return changes;
+}
+
 /* The dynamic section of the executable, from the program headers that the kernel reported. */
 static const ElfW(Dyn) *executable_dynamic(void)
 {

@@ -28,6 +28,16 @@ void *loaded_last(const char *name);
 /* The definition in the object that contains `address`. */
 void *loaded_beside(const void *address, const char *name);
 
+/* The definition that a reference in the object around `caller` means when several objects define the name: its own, or
+ * that of a library it names as needed, the first in load order as the linkers take it. NULL: neither has one. */
+void *loaded_for(const void *caller, const char *name);
+
+/* True when more than one object defines the name. */
+bool loaded_twice(const char *name);
+
+/* Another number after each object that was loaded or unloaded. */
+unsigned long long loaded_changes(void);
+
 /* Writes this library's own GNU build id in hex, or an empty string. */
 void own_build_id(char hex[BUILD_ID_HEX_SIZE]);
 

@@ -19,7 +19,8 @@ static void look(const char *what, void *handle, const char *name)
 
 int main(void)
 {
-    static const char *const names[] = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "dlsym", "malloc", "nothing"};
+    static const char *const names[] = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2", "dlsym", "malloc", "nothing",
+                                        "ncclAllReduce", "nvshmem_team_destroy"};
     void *program = dlopen(NULL, RTLD_NOW), *two = dlopen("libchain_two.so", RTLD_NOW);
     const char *(*next)(void) = (const char *(*)(void))dlsym(RTLD_NEXT, "whoami");
     for (size_t n = 0; n < sizeof names / sizeof *names; n++) {
