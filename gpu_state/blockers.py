@@ -42,7 +42,11 @@ _RULES = {
         "after a restore the two would no longer share it",
         "Close the shared memory in the other process and free it before the checkpoint.",
     ),
-    "multicast": Rule("a multicast object", "neither staged mode nor the driver moves it", "Release it first."),
+    "multicast": Rule(
+        "a multicast object",
+        "neither staged mode nor the driver moves it",
+        "Set NCCL_NVLS_ENABLE=0 (NVSHMEM: NVSHMEM_DISABLE_NVLS=1), or release it first.",
+    ),
     "ipc-exported": Rule(
         "memory offered to other processes by a legacy IPC handle",
         "after a restore the two processes would no longer share it",
@@ -82,7 +86,7 @@ _RULES = {
     "vmm": Rule(
         "VMM memory in a form that staged mode does not move",
         "the driver's own checkpoint takes it",
-        "Nothing; it is slower.",
+        "Nothing; it is slower. NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 keep NCCL from host memory and fabric handles.",
         is_for_driver=True,
     ),
     "capture": Rule(

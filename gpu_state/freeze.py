@@ -17,7 +17,7 @@ agent waits for it (thaw.py, unanswered).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from gpu_state.deadline import Deadline
@@ -120,6 +120,9 @@ class Freeze:
             undo.push(self._forget, undo, lease)
             if self._staged is not None:
                 lease = self._staged.stop(found, lease, undo, deadline, phases)
+                # Bringing all to rest takes time, in which one may come to its end; it holds nothing any more.
+                found = [process for process in found if process.identity.is_alive()]
+                lease = replace(lease, processes=tuple((process.identity, process.shown.comm) for process in found))
             with phases("detach"):
                 undo.push(self._sockets.resume, order.container)
                 self._sockets.pause(order.container, deadline)

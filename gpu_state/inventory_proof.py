@@ -5,7 +5,7 @@ Pure: numbers in, a proof or InventoryMismatch out. Two things are compared on e
   allocated = moved + zero + deduplicated              exactly: what the preload lists and what the data plane took
 The first is held before the process lets its memory go, because what nobody listed nobody holds; the second when all is taken.
 `own` is what the driver takes for itself (contexts, kernels, local memory), which no call tells exactly; so it is bounded,
-not known. Less than nothing, or more than the bound, is memory that nobody listed. Called by staged_freeze.py.
+not known. Less than nothing, or more than the bound, is memory that nobody listed. Called by staged_proof.py.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class DeviceInventory:
     """What is claimed of one device, or of all.
 
     `used_bytes` is the driver's figure for all processes that freeze, None where it has none; `processes` counts contexts.
+    That figure may lack `may_lack_bytes` of what is listed, and count `may_repeat_bytes` of it once more.
     """
 
     uuid: str
@@ -61,6 +62,8 @@ class DeviceInventory:
     driver_held_bytes: int
     processes: int
     used_bytes: int | None
+    may_lack_bytes: int = 0
+    may_repeat_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Proof:
     used_bytes: int | None
     own_bytes: int | None
     tolerance: Tolerance
+    may_lack_bytes: int = 0
+    may_repeat_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The figures, with the bounds that were applied."""
@@ -91,6 +96,8 @@ class Proof:
             "used_bytes": self.used_bytes,
             "own_bytes": self.own_bytes,
             "own_most_bytes": self.tolerance.own_most_bytes,
+            "may_lack_bytes": self.may_lack_bytes,
+            "may_repeat_bytes": self.may_repeat_bytes,
         }
 
 
@@ -101,7 +108,10 @@ def prove(inventory: DeviceInventory, tally: Tally, tolerance: Tolerance) -> Pro
         what = f"{inventory.allocated_bytes} bytes are allocated, {tally.total_bytes} were taken, {accounted} accounted for"
         raise InventoryMismatch(device=inventory.uuid, what=what)
     own = own_bytes(inventory, tolerance)
-    return Proof(inventory.uuid, tally, inventory.driver_held_bytes, inventory.used_bytes, own, tolerance)
+    return Proof(
+        inventory.uuid, tally, inventory.driver_held_bytes, inventory.used_bytes, own, tolerance,
+        inventory.may_lack_bytes, inventory.may_repeat_bytes,
+    )  # fmt: skip
 
 
 def own_bytes(inventory: DeviceInventory, tolerance: Tolerance) -> int | None:
@@ -110,8 +120,9 @@ def own_bytes(inventory: DeviceInventory, tolerance: Tolerance) -> int | None:
         return None
     listed = inventory.allocated_bytes + inventory.driver_held_bytes
     own = inventory.used_bytes - listed
-    most = tolerance.own_most_bytes * inventory.processes + tolerance.rounding_bytes
-    if not -tolerance.rounding_bytes <= own <= most:
+    least = -tolerance.rounding_bytes - inventory.may_lack_bytes
+    most = tolerance.own_most_bytes * inventory.processes + tolerance.rounding_bytes + inventory.may_repeat_bytes
+    if not least <= own <= most:
         what = f"the driver says {inventory.used_bytes} bytes are in use, {listed} are listed; 0 to {most} more are plausible"
         raise InventoryMismatch(device=inventory.uuid, what=what)
     return own

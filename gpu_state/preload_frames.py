@@ -20,6 +20,7 @@ MAGIC = 0x55504756  # "VGPU"
 VERSION = 1
 STAGED_VERSION = 2
 SHARES_MINOR = 1  # of version 2
+GROUP_MINOR = 2  # of version 2
 MAX_PAYLOAD = 65536
 MAX_ANSWER_PAYLOAD = 8 << 20
 MAX_FDS = 200  # of one frame; the kernel's limit is 253
@@ -51,6 +52,12 @@ class FrameType(IntEnum):
     OPENED = 23
     SHARES = 24
     SHARES_ARE = 25
+    HALT = 26
+    HALTED = 27
+    LET_PASS = 28
+    PASSED = 29
+    COMMUNICATORS = 30
+    COMMUNICATORS_ARE = 31
 
 
 class FrameError(ValueError):
@@ -120,6 +127,11 @@ class Hello:
     def tells_shares(self) -> bool:
         """It answers SHARES; older preloads ignore the request."""
         return self.is_staged and self.minor >= SHARES_MINOR
+
+    @property
+    def knows_groups(self) -> bool:
+        """It lets single calls through its closed gate, gives imports away and takes them back, and tells communicators."""
+        return self.is_staged and self.minor >= GROUP_MINOR
 
     @classmethod
     def from_json(cls, doc: dict[str, Any]) -> Hello:

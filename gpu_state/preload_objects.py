@@ -1,15 +1,18 @@
 """What a preload says its process holds of the GPU: objects that move, what it shares, what the driver holds, what blocks.
 
 Pure: JSON of a container in, checked values out. Sizes and ids are claims; a wrong one is noticed when the object is imported
-and by the inventory proof (staged_proof.py). Used by preload_link.py; spec/preload-protocol.md, "INVENTORY_IS", "SHARES".
+and by the inventory proof (inventory_proof.py). Used by preload_link.py; spec/preload-protocol.md, "INVENTORY_IS", "SHARES".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_state.preload_frames import FrameError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 MAX_OBJECTS = 65536
 GRANULARITY = 2 << 20
@@ -114,7 +117,7 @@ class DeviceObject:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Memory of another process that this one has imported or opened."""
+    """Memory of another process that this one has imported or opened; `obstacle` says why it cannot be taken away."""
 
     id: int
     size: int
@@ -125,6 +128,7 @@ class Import:
     mappings: tuple[Mapping, ...]
     exporter_pid: int | None = None
     exporter_object: int | None = None
+    obstacle: str = ""
 
     @classmethod
     def from_json(cls, doc: Any) -> Import:
@@ -140,6 +144,7 @@ class Import:
             mappings=tuple(map(Mapping.from_json, _list(doc, "mappings"))),
             exporter_pid=None if exporter is None else _count(exporter, "process"),
             exporter_object=None if exporter is None else _count(exporter, "object"),
+            obstacle=str(doc.get("obstacle", ""))[:300],
         )
 
 
@@ -166,14 +171,16 @@ class Share:
         raise FrameError("a share with no role")
 
 
-def shares_from_json(doc: dict[str, Any]) -> tuple[Share, ...]:
-    """Parse the payload of SHARES_ARE."""
+def shares_from_json(doc: dict[str, Any], described: Collection[int] = ()) -> tuple[Share, ...]:
+    """Parse the payload of SHARES_ARE; `described` are the ids that came with a descriptor."""
     shares = _list(doc, "shares")
     if len(shares) > MAX_OBJECTS:
         raise FrameError(f"{len(shares)} shares")
     parsed = tuple(map(Share.from_json, shares))
     if len({share.id for share in parsed}) != len(parsed):
         raise FrameError("two shares with one id")
+    if not set(described) <= {share.id for share in parsed}:
+        raise FrameError("a descriptor of nothing that is shared")
     return parsed
 
 
@@ -251,14 +258,23 @@ class Holdings:
         if len(objects) > MAX_OBJECTS:
             raise FrameError(f"{len(objects)} objects")
         parsed = tuple(map(DeviceObject.from_json, objects))
-        if len({held.id for held in parsed}) != len(parsed):
+        imports = tuple(map(Import.from_json, _imports(doc)))
+        ids = [*(held.id for held in parsed), *(held.id for held in imports)]
+        if len(set(ids)) != len(ids):
             raise FrameError("two objects with one id")
         return cls(
             objects=parsed,
             driver_held=tuple(map(Held.from_json, _list(doc, "driver_held"))),
             blockers=tuple(map(Blocker.from_json, _list(doc, "blockers"))),
-            imports=tuple(map(Import.from_json, _list(doc, "imports"))),
+            imports=imports,
         )
+
+
+def _imports(doc: dict[str, Any]) -> list[Any]:
+    imports = _list(doc, "imports")
+    if len(imports) > MAX_OBJECTS:
+        raise FrameError(f"{len(imports)} imports")
+    return imports
 
 
 def _list(doc: Any, key: str) -> list[Any]:

@@ -55,7 +55,7 @@ class Peer:
         self.connection = connection
         self.pid = pid
         self.hello: Hello | None = None
-        # What the preload's answers have shown since HELLO: "open", "rested" or "released".
+        # What the preload's answers have shown since HELLO: "open", "halted", "rested" or "released".
         self.phase = "open"
         self._reader = FrameReader()
         self._asking = threading.Lock()
@@ -139,18 +139,24 @@ class Peer:
     ) -> Answer:
         """Send a request, before it the descriptors `fds` (object id, fd), and wait for its answer."""
         what = f"{kind.name} of process {self.pid}"
-        with self._asking:
+        self._take_turn(deadline, what)
+        try:
             self._close_fds()
             self._answers = queue.SimpleQueue()
             self._sequence += 1
             self._may_send_fds = answer in (FrameType.EXPORTED, FrameType.SHARES_ARE)
             self._reader.max_payload = MAX_ANSWER_PAYLOAD
-            try:
-                self._send_all(kind, payload, fds, deadline, what)
-                return self._await(answer, deadline, what)
-            finally:
-                self._answers, self._may_send_fds = None, False
-                self._reader.max_payload = MAX_PAYLOAD
+            self._send_all(kind, payload, fds, deadline, what)
+            return self._await(answer, deadline, what)
+        finally:
+            self._answers, self._may_send_fds = None, False
+            self._reader.max_payload = MAX_PAYLOAD
+            self._asking.release()
+
+    def _take_turn(self, deadline: Deadline, what: str) -> None:
+        """One request at a time; another thread's may take as long as a process needs to come to rest."""
+        while not self._asking.acquire(timeout=_SLICE_S):
+            deadline.check(what)
 
     def _send_all(
         self,

@@ -111,6 +111,11 @@ class Registration:
         peers = list(known.peers) if known else []
         return {peer.pid: PreloadLink(peer) for peer in peers if peer.hello is not None and peer.hello.is_staged}
 
+    def others(self, container: str) -> dict[str, dict[int, PreloadLink]]:
+        """Container -> `links`, of all other containers that have any."""
+        names = [name for name in list(self._containers) if name != container]
+        return {name: links for name in names if (links := self.links(name))}
+
     def registered(self, container: str) -> dict[int, tuple[str, ...]]:
         """Host pid -> device uuids, of the processes whose preload is connected."""
         known = self._containers.get(container)

@@ -2,7 +2,8 @@
 
 A process is staged if its preload library answers in protocol 2 and holds nothing that only the driver can take along. One
 that neither can take, or that maps memory of the agent's and cannot be staged, ends the freeze before anything is stopped.
-Asks and decides only; called by staged_freeze.py.
+Memory that processes share is no hindrance where all of them are staged (shared_objects.py); so who is left to the driver
+decides on the others. Asks and decides only; called by staged_freeze.py.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from gpu_state import blockers
 from vgpu_errors import GpuObjectBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpu_state.deadline import Deadline
     from gpu_state.import_marks import ImportMarks
     from gpu_state.inventory import FoundProcess
     from gpu_state.preload_link import PreloadLink
-    from gpu_state.preload_objects import Blocker, Holdings
+    from gpu_state.preload_objects import Blocker
+    from gpu_state.staged_inventory import Look, StagedInventory
     from gpu_state.staging_seam import Preloads
 
 CONNECT_S = 5.0
@@ -39,6 +41,7 @@ class StagedChoice:
         preloads: Preloads,
         marks: ImportMarks,
         wants_preload: Callable[[int], bool],
+        inventory: StagedInventory,
         *,
         has_store: bool,
     ) -> None:
@@ -46,6 +49,7 @@ class StagedChoice:
         self._preloads = preloads
         self._marks = marks
         self._wants_preload = wants_preload
+        self._inventory = inventory
         self._has_store = has_store
         self.reasons: dict[int, str] = {}
 
@@ -64,47 +68,67 @@ class StagedChoice:
             deadline.check("waiting for the preload library to connect")
             time.sleep(_LOOK_S)
 
-    def choose(self, found: Sequence[FoundProcess], deadline: Deadline) -> list[tuple[FoundProcess, Holdings]]:
+    def choose(self, found: Sequence[FoundProcess], deadline: Deadline) -> Look:
         """The processes to stage, with what they hold; GpuObjectBlocks for one that cannot be taken at all."""
         links = self._preloads.links(self._container)
+        seen: set[int] = set()
+        reasons = {process.pid: self._why_not(process, links.get(process.pid), seen) for process in found}
+        while True:
+            staged = [process for process in found if reasons[process.pid] is None]
+            others = [process for process in found if reasons[process.pid] is not None]
+            look = self._inventory.look(staged, others, deadline)
+            asked = (process for process in staged if process.identity in look.held)
+            left = {process.pid: why for process in asked if (why := self._why_for_driver(process, look))}
+            if not left:
+                break
+            look.close()
+            reasons |= left
+        try:
+            self._settle(found, look, reasons)
+        except BaseException:
+            look.close()
+            raise
+        return look
+
+    def _settle(self, found: Sequence[FoundProcess], look: Look, reasons: Mapping[int, str | None]) -> None:
         marked = self._marks.of(self._container)
-        chosen, seen = [], set()
         for process in found:
-            link = links.get(process.pid)
-            reason, holdings = self._why_not(process, link, deadline)
-            if reason is None and link is not None and link.ns_pid in seen:
-                reason = f"another process has the same pid {link.ns_pid} in a namespace of its own"
-            if reason is None and link is not None and holdings is not None:
-                seen.add(link.ns_pid)
-                chosen.append((process, holdings))
+            if process.identity in look.held:
+                self.refuse_grave(process, look.held[process.identity].blockers)
+                self.reasons.pop(process.pid, None)
+            if process.identity in look.held or not process.identity.is_alive():
                 continue
             if process.identity in marked:
-                raise self._blocks(process, f"it maps memory that the agent gave it, and {reason}")
-            self.reasons[process.pid] = reason or ""
-            log.info("process %s of %s is left to the driver: %s", process.pid, self._container, reason)
-        return chosen
+                raise self._blocks(process, f"it maps memory that the agent gave it, and {reasons[process.pid]}")
+            self.reasons[process.pid] = reasons[process.pid] or ""
+            log.info("process %s of %s is left to the driver: %s", process.pid, self._container, reasons[process.pid])
 
     def refuse_grave(self, process: FoundProcess, found: Sequence[Blocker]) -> None:
         """Raise for what nobody can take along."""
         if grave := blockers.grave(found):
             raise self._blocks(process, "; ".join(map(blockers.sentence, grave)))
 
-    def _why_not(
-        self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline
-    ) -> tuple[str | None, Holdings | None]:
-        """Why the process is left to the driver; raises where nobody can take it."""
+    def _why_not(self, process: FoundProcess, link: PreloadLink | None, seen: set[int]) -> str | None:
+        """Why the process is left to the driver, before anybody asks what it holds."""
         if not self._has_store:
-            return "the client names no place for its memory", None
+            return "the client names no place for its memory"
         if link is None:
             wanted = self._wants_preload(process.pid)
-            return "its preload library does not answer" if wanted else "it has no preload library in staged mode", None
+            return "its preload library does not answer" if wanted else "it has no preload library in staged mode"
         if link.phase != "open":
             raise self._blocks(process, f"its gate is not open ({link.phase}); somebody else is at work on it")
-        holdings = link.holdings(deadline)
-        self.refuse_grave(process, holdings.blockers)
-        if left := blockers.for_driver(holdings.blockers):
-            return "; ".join(map(blockers.sentence, left)), None
-        return None, holdings
+        if link.ns_pid in seen:
+            return f"another process has the same pid {link.ns_pid} in a namespace of its own"
+        seen.add(link.ns_pid)
+        return None
+
+    def _why_for_driver(self, process: FoundProcess, look: Look) -> str | None:
+        """The same by what it holds; whatever it shares then stays with a process that the driver would lose or copy."""
+        found = look.holdings[process.identity].blockers
+        left = blockers.for_driver(found)
+        if left:
+            self.refuse_grave(process, found)
+        return "; ".join(map(blockers.sentence, left)) or None
 
     def _blocks(self, process: FoundProcess, what: str) -> GpuObjectBlocks:
         return GpuObjectBlocks(pid=process.pid, comm=process.shown.comm, container=self._container, what=what)

@@ -1,12 +1,13 @@
 """The staged side of a freeze: the agent takes the large memory itself, so that the driver only sees control state.
 
-staged_choice.py says which processes are staged, and refuses those that nobody can take. Called by freeze.py, in this order:
+staged_choice.py says which processes are staged, and refuses those that nobody can take; staged_inventory.py what each has.
+An object that several processes share is taken once, under its owner's name. Called by freeze.py, in this order:
 
 1. begin      inventory, export, rounds of copying          the application runs; a crash leaves packs without a seal
 2. stop:
    keep       the keeper (fd_keeper.py) holds all fds       the same
    journal    objects and store are written down            the next agent opens gates that are open already
-   rest       gates closed, contexts synchronised           the next agent opens the gates
+   rest       gates closed at one cut, contexts synchronised  the next agent opens the gates
    prove      what is listed, by the driver's own figure    the same
    final      begins to take what changed since             the same
    release    unmapped and given away; addresses reserved   the next agent maps from the keeper's fds, opens
@@ -21,12 +22,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpu_state.inventory_proof import DeviceInventory, Proof, Tally, Tolerance, own_bytes, prove
+from gpu_state.group_rest import GroupRest
+from gpu_state.kcmp import same_files
 from gpu_state.preload_link import close_all
 from gpu_state.staged_choice import StagedChoice
+from gpu_state.staged_groups import ask_groups
+from gpu_state.staged_inventory import StagedInventory
 from gpu_state.staged_lease import StagedPart, StagedProcess
+from gpu_state.staged_proof import StagedProof
 from gpu_state.staged_thaw import Memory, StagedThaw
 from gpu_state.thaw import for_each, raise_first
 from vgpu_errors import PreloadFailed
@@ -40,17 +45,17 @@ if TYPE_CHECKING:
     from gpu_state.fd_keeper import Keeper
     from gpu_state.import_marks import ImportMarks
     from gpu_state.inventory import FoundProcess
+    from gpu_state.inventory_proof import Proof, Tally, Tolerance
     from gpu_state.leases import Journal, Lease
     from gpu_state.phases import Phases
     from gpu_state.preload_link import PreloadLink
-    from gpu_state.preload_objects import Holdings
     from gpu_state.processes import ProcessIdentity
     from gpu_state.remote_driver import CheckpointDriver
+    from gpu_state.staged_inventory import Look
     from gpu_state.staging_seam import Preloads, Round, Staging
     from gpu_state.undo import Undo
 
 MAX_ROUNDS = 10
-ALL_DEVICES = "all devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class StagedFigures:
     rounds: list[Round] = field(default_factory=list)
     copied_s: float | None = None
     proofs: list[Proof] = field(default_factory=list)
+    groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class StagedFreeze:
@@ -99,13 +105,13 @@ class StagedFreeze:
         self._copies_while_running = copies_while_running
         self._set_aside = set_aside
         self._staging: Staging | None = None
+        self._inventory = StagedInventory(container, tools.preloads)
         self._choice = StagedChoice(
-            container, tools.preloads, tools.marks, tools.wants_preload, has_store=store is not None
+            container, tools.preloads, tools.marks, tools.wants_preload, self._inventory, has_store=store is not None
         )
         self._keeper = tools.keeper(container)
         self._known: dict[ProcessIdentity, StagedProcess] = {}
-        self._holdings: dict[ProcessIdentity, Holdings] = {}
-        self._used: list[int] = []
+        self._proof: StagedProof | None = None
         self._final: Future[Mapping[str, Tally]] | None = None
         self.memory = Memory(self._keeper)
         self.figures = StagedFigures()
@@ -122,40 +128,72 @@ class StagedFreeze:
         with phases("inventory"):
             self._choice.await_preloads(found, deadline)
             chosen = self._choose(found, deadline)
-        if not chosen:
-            return
-        with phases("export", f"{len(chosen)} processes"):
-            self._take(chosen, deadline)
+        with chosen:
+            if not chosen.held:
+                return
+            with phases("export", f"{len(chosen.held)} processes"):
+                self._take(found, chosen, deadline)
         if self._copies_while_running:
             self._rounds(found, deadline, phases)
 
-    def _choose(self, found: list[FoundProcess], deadline: Deadline) -> list[tuple[FoundProcess, Holdings]]:
+    def _choose(self, found: list[FoundProcess], deadline: Deadline) -> Look:
         chosen = self._choice.choose(found, deadline)
         self.figures.reasons = dict(self._choice.reasons)
         return chosen
 
-    def _take(self, chosen: list[tuple[FoundProcess, Holdings]], deadline: Deadline) -> None:
-        """Descriptors of objects that are new; those that the application has freed are let go."""
-        for process, holdings in chosen:
-            link = self._link(process.identity, process.shown.comm)
-            known = self._known.get(process.identity)
-            before = known.names() if known else {}
-            now = StagedProcess(process.identity, process.shown.comm, link.ns_pid, holdings.objects).names()
-            fds = link.export([held.id for name, held in now.items() if name not in before], deadline)
-            new = {name: held for name, held in now.items() if held.id in fds}
-            # An object that the application has freed since the inventory has no descriptor any more.
-            there = tuple(held for name, held in now.items() if name in before or name in new)
-            staged = StagedProcess(process.identity, process.shown.comm, link.ns_pid, there)
-            gone = [name for name in before if name not in now]
-            try:
-                self._worker().forget(gone, deadline)
-                self._worker().add(new, {name: fds[held.id] for name, held in new.items()}, deadline)
-            except BaseException:
-                close_all(fds)
-                raise
-            self.memory.forget(gone)
-            self.memory.add({name: fds[held.id] for name, held in new.items()})
-            self._known[process.identity] = staged
+    def _take(self, found: list[FoundProcess], look: Look, deadline: Deadline) -> None:
+        """Descriptors of objects that are new, each object once; those that are no more are let go."""
+        processes = [process for process in found if process.identity in look.held]
+        # First, because an object may go on under the name of another process.
+        now = {name for process in processes for name in self._staged(process, look).names()}
+        self._forget(
+            [name for process in processes for name in self._names_before(process) if name not in now], deadline
+        )
+        for process in processes:
+            self._take_of(process, look, deadline)
+
+    def _take_of(self, process: FoundProcess, look: Look, deadline: Deadline) -> None:
+        staged = self._staged(process, look)
+        shared = {name: fd for name in staged.names() if (fd := look.take(name)) is not None}
+        self._refuse_exchanged(process, shared)
+        before = self._names_before(process)
+        new = {name: held for name, held in staged.names().items() if name not in before}
+        fds = {name: shared.pop(name) for name in new if name in shared}
+        close_all(shared)
+        try:
+            exported = self._link(process.identity, process.shown.comm).export(
+                [held.id for name, held in new.items() if name not in fds], deadline
+            )
+            fds |= {staged.name_of(number): fd for number, fd in exported.items()}
+            self._worker().add(new, fds, deadline)
+        except BaseException:
+            close_all(fds)
+            raise
+        self.memory.add(fds)
+        self._known[process.identity] = staged
+
+    def _staged(self, process: FoundProcess, look: Look) -> StagedProcess:
+        held, ns_pid = look.held[process.identity], self._link(process.identity, process.shown.comm).ns_pid
+        return StagedProcess(process.identity, process.shown.comm, ns_pid, held.objects, held.imports)
+
+    def _names_before(self, process: FoundProcess) -> set[str]:
+        known = self._known.get(process.identity)
+        return set(known.names()) if known else set()
+
+    def _refuse_exchanged(self, process: FoundProcess, shared: Mapping[str, int]) -> None:
+        """What we hold under a name is what its importers will be given: it must be what they share now."""
+        known = [name for name in shared if name in self.memory.fds]
+        numbers = same_files([fd for name in known for fd in (self.memory.fds[name], shared[name])])
+        for name, ours, told in zip(known, numbers[::2], numbers[1::2], strict=True):
+            if ours != told:
+                close_all(shared)
+                what = f"object {name} is other memory than before"
+                raise PreloadFailed(pid=process.pid, request=f"SHARES of process {process.pid}", what=what)
+
+    def _forget(self, names: list[str], deadline: Deadline) -> None:
+        if names:
+            self._worker().forget(names, deadline)
+            self.memory.forget(names)
 
     def _worker(self) -> Staging:
         if self._staging is None:
@@ -172,19 +210,22 @@ class StagedFreeze:
 
     def _refresh(self, found: list[FoundProcess], deadline: Deadline) -> None:
         alive = [process for process in found if process.identity in self._known and process.identity.is_alive()]
-        holdings = [(process, self._link(process.identity, "").holdings(deadline)) for process in alive]
-        self._take(holdings, deadline)
+        with self._inventory.look(alive, self._others(found), deadline) as look:
+            self._take(alive, look, deadline)
+
+    def _others(self, found: list[FoundProcess]) -> list[FoundProcess]:
+        """GPU processes that are not staged."""
+        return [process for process in found if process.identity not in self._known]
 
     # ---- the stop ------------------------------------------------------------------------------------------
 
     def stop(self, found: list[FoundProcess], lease: Lease, undo: Undo, deadline: Deadline, phases: Phases) -> Lease:
         """Bring the staged processes to rest and take their memory; returns the lease that says so."""
-        known = [process for process in found if process.identity in self._known]
-        fresh = [process for process in found if process.identity not in self._known]
-        if fresh:  # processes that began to use the GPU meanwhile
-            self._take(self._choose(fresh, deadline), deadline)
-            known = [process for process in found if process.identity in self._known]
-        self._forget_ended({process.identity for process in found}, deadline)
+        self._forget_ended(found, deadline)
+        if self._others(found):  # processes that began to use the GPU meanwhile
+            with self._choose(found, deadline) as chosen:
+                self._take(found, chosen, deadline)
+        known = self._staged_of(found)
         if not known:
             return lease
         undo.push(self._await_final)
@@ -194,11 +235,12 @@ class StagedFreeze:
         self._keeper.put(self.memory.fds, deadline)
         lease = self._note(lease)
         with phases("rest", f"{len(known)} processes"):
-            self._each(lambda link: link.rest(deadline))
-            self._last_look(known, deadline)
+            self._group().run(deadline)
+            self._forget_ended(known, deadline)  # a rank may have come to its end on the way
+            known = self._staged_of(known)
+            self._last_look(known, self._others(found), deadline)
+            self.figures.groups = ask_groups(list(self._links().values()), deadline)
             lease = self._note(lease)
-            self._used = self._used_bytes(deadline)
-        self._prove_listed()
         self._begin_final(deadline)
         with phases("release"):
             self._each(lambda link: link.release(deadline))
@@ -223,67 +265,32 @@ class StagedFreeze:
         with phases("final copy"):
             tallies = self._final.result()
         with phases("prove"):
-            self._prove_taken(tallies)
+            if self._proof is not None:
+                self.figures.proofs += self._proof.check_taken(tallies)
 
-    def _last_look(self, known: list[FoundProcess], deadline: Deadline) -> None:
-        """At rest the inventory is final: objects made since the last round are taken as well."""
-        self._holdings = {
-            process.identity: self._link(process.identity, process.shown.comm).holdings(deadline) for process in known
-        }
-        for process in known:
-            self._choice.refuse_grave(process, self._holdings[process.identity].blockers)
-        before = set(self.memory.fds)
-        self._take([(process, self._holdings[process.identity]) for process in known], deadline)
-        for process in known:
-            self._refuse_missing(process)
+    def _last_look(self, known: list[FoundProcess], others: list[FoundProcess], deadline: Deadline) -> None:
+        """At rest the inventory is final: objects made since the last round are taken as well, and everything is listed."""
+        with self._inventory.look(known, others, deadline) as look:
+            for process in known:
+                self._choice.refuse_grave(process, look.held[process.identity].blockers)
+            before = set(self.memory.fds)
+            self._take(known, look, deadline)
+        self._proof = StagedProof(
+            tuple(self._known.values()),
+            sum(holdings.driver_bytes for holdings in look.holdings.values()),
+            self._used_bytes(deadline),
+            self._tools.tolerance,
+            is_marked=bool(self._tools.marks.of(self._container) & self._known.keys()),
+        )
+        self._proof.check_listed()
         new = {name: fd for name, fd in self.memory.fds.items() if name not in before}
         if new:
             self._keeper.put(new, deadline)
 
-    def _refuse_missing(self, process: FoundProcess) -> None:
-        """At rest nothing comes and goes: every object of the inventory must be in our hands."""
-        wanted, ours = self._holdings[process.identity].objects, self._known[process.identity].objects
-        missing = {held.id for held in wanted} - {held.id for held in ours}
-        if missing:
-            what = f"no descriptor came for object {min(missing)}"
-            raise PreloadFailed(pid=process.pid, request=f"EXPORT of process {process.pid}", what=what)
-
-    def _claims(self) -> list[DeviceInventory]:
-        """What the preloads list, against what the driver counts at rest.
-
-        Preloads do not say on which device small memory lies. So with several devices each is claimed by what is to be taken
-        from it, and all of them together by what the driver counts.
-        """
-        sizes: dict[str, int] = {}
-        for holdings in self._holdings.values():
-            for held in holdings.objects:
-                sizes[held.uuid] = sizes.get(held.uuid, 0) + held.size
-        witness, contexts = (sum(self._used), len(self._used)) if self._used else (None, len(self._holdings))
-        held_bytes = sum(holdings.driver_bytes for holdings in self._holdings.values())
-        if witness is not None and self._tools.marks.of(self._container) & set(self._holdings):
-            # Whether the driver counts memory for a process that another process made is not known: it may count less.
-            witness = max(witness, sum(sizes.values()) + held_bytes)
-        if len(sizes) == 1:
-            (uuid, size), *_ = sizes.items()
-            return [DeviceInventory(uuid, size, held_bytes, contexts, witness)]
-        each = [DeviceInventory(uuid, size, 0, contexts, None) for uuid, size in sorted(sizes.items())]
-        return [*each, DeviceInventory(ALL_DEVICES, sum(sizes.values()), held_bytes, contexts, witness)] if each else []
-
-    def _prove_listed(self) -> None:
-        """Nothing is let go that nobody has listed."""
-        for claim in self._claims():
-            own_bytes(claim, self._tools.tolerance)
-
-    def _prove_taken(self, tallies: Mapping[str, Tally]) -> None:
-        """Every byte that is listed was taken."""
-        for claim in self._claims():
-            tally = Tally.sum(tallies.values()) if claim.uuid == ALL_DEVICES else tallies[claim.uuid]
-            self.figures.proofs.append(prove(claim, tally, self._tools.tolerance))
-
     def _used_bytes(self, deadline: Deadline) -> list[int]:
         """NVML's figures for the staged processes, one for each process and device."""
         by_device = self._driver.node(deadline).device_bytes.values()
-        pids = [identity.pid for identity in self._holdings]
+        pids = [identity.pid for identity in self._known]
         return [used[pid] for used in by_device for pid in pids if used.get(pid)]
 
     def _note(self, lease: Lease) -> Lease:
@@ -292,11 +299,13 @@ class StagedFreeze:
         self._journal.write(lease)
         return lease
 
-    def _forget_ended(self, alive: set[ProcessIdentity], deadline: Deadline) -> None:
-        for identity in self._known.keys() - alive:
-            gone = list(self._known.pop(identity).names())
-            self._worker().forget(gone, deadline)
-            self.memory.forget(gone)
+    def _staged_of(self, found: list[FoundProcess]) -> list[FoundProcess]:
+        return [process for process in found if process.identity in self._known]
+
+    def _forget_ended(self, found: list[FoundProcess], deadline: Deadline) -> None:
+        living = {process.identity for process in found if process.identity.is_alive()}
+        for identity in self._known.keys() - living:
+            self._forget(list(self._known.pop(identity).names()), deadline)
 
     def _each(self, work: Callable[[PreloadLink], object]) -> None:
         def do(process: tuple[ProcessIdentity, str]) -> None:
@@ -304,6 +313,16 @@ class StagedFreeze:
 
         processes = tuple((process.identity, process.comm) for process in self._known.values())
         raise_first(for_each(processes, do))
+
+    def _group(self) -> GroupRest:
+        return GroupRest(
+            self._links(),
+            {rank.pid: f"process {rank.pid} ({rank.comm})" for rank in self._known.values()},
+            {rank.pid: rank.identity.is_alive for rank in self._known.values()},
+        )
+
+    def _links(self) -> dict[int, PreloadLink]:
+        return {process.pid: self._link(process.identity, process.comm) for process in self._known.values()}
 
     def _link(self, identity: ProcessIdentity, comm: str) -> PreloadLink:
         link = self._tools.preloads.links(self._container).get(identity.pid)

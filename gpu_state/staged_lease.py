@@ -11,16 +11,18 @@ from typing import Any
 
 from gpu_state.preload_objects import DeviceObject
 from gpu_state.processes import ProcessIdentity
+from gpu_state.shared_objects import ImportedObject
 
 
 @dataclass(frozen=True, slots=True)
 class StagedProcess:
-    """One process in staged mode, and the objects that it gives away."""
+    """One process in staged mode, and the objects that it gives away; imports are objects of others that it has mapped."""
 
     identity: ProcessIdentity
     comm: str
     ns_pid: int
     objects: tuple[DeviceObject, ...] = ()
+    imports: tuple[ImportedObject, ...] = ()
 
     @property
     def pid(self) -> int:
@@ -35,6 +37,10 @@ class StagedProcess:
         """Name -> object."""
         return {self.name_of(held.id): held for held in self.objects}
 
+    def wanted(self) -> dict[int, str]:
+        """Id -> name of the object, of everything that the process needs back."""
+        return {held.id: self.name_of(held.id) for held in self.objects} | {held.id: held.of for held in self.imports}
+
     def to_json(self) -> dict[str, Any]:
         """The journal's form."""
         return {
@@ -43,6 +49,7 @@ class StagedProcess:
             "comm": self.comm,
             "ns_pid": self.ns_pid,
             "objects": [held.to_json() for held in self.objects],
+            "imports": [held.to_json() for held in self.imports],
         }
 
     @classmethod
@@ -53,6 +60,8 @@ class StagedProcess:
             doc["comm"],
             doc["ns_pid"],
             tuple(map(DeviceObject.from_json, doc["objects"])),
+            # An agent of before this member held none.
+            tuple(map(ImportedObject.from_json, doc.get("imports", ()))),
         )
 
 
@@ -69,6 +78,10 @@ class StagedPart:
     is_complete: bool = False
     is_suspend: bool = False
     is_suspended: bool = False
+
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes, of every object; each is there once, however many processes have it mapped."""
+        return {name: held.size for process in self.processes for name, held in process.names().items()}
 
     @property
     def bytes(self) -> int:

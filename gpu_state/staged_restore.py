@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from gpu_state.deadline import Deadline
 from gpu_state.preload_link import close_all
 from gpu_state.preload_objects import DeviceObject, Mapping
+from gpu_state.shared_objects import ImportedObject
 from gpu_state.staged_lease import StagedPart, StagedProcess
 from image_format.verifying import read_claims
 from vgpu_errors import Cancelled, ContentMismatch, RestoreFailed, VgpuError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from gpu_state.inventory import FoundProcess
     from gpu_state.phases import Phases
     from gpu_state.staging_seam import Staging
-    from image_format.gpu_objects import ObjectEntry
+    from image_format.gpu_objects import ImportEntry, ObjectEntry
     from image_format.record import Record
 
 # The worker hears that nobody waits within a slice, or is killed (worker_client.py).
@@ -46,6 +47,7 @@ class WantedProcess:
     ns_pid: int
     comm: str
     objects: tuple[DeviceObject, ...]
+    imports: tuple[ImportedObject, ...] = ()
 
 
 class Prefill:
@@ -111,7 +113,8 @@ class Prefill:
             process = by_ns_pid.get(wanted.ns_pid)
             if process is None:
                 raise RestoreFailed(what=f"process {wanted.ns_pid} ({wanted.comm}) of the checkpoint has not come back")
-            processes.append(StagedProcess(process.identity, wanted.comm, wanted.ns_pid, wanted.objects))
+            found_as = process.identity, wanted.comm, wanted.ns_pid
+            processes.append(StagedProcess(*found_as, wanted.objects, wanted.imports))
         return StagedPart(tuple(processes), self._store, is_complete=True)
 
     def close(self) -> None:
@@ -163,7 +166,9 @@ def checked_record(image_path: str, content_root: str) -> Record:
 def wanted_processes(record: Record) -> tuple[WantedProcess, ...]:
     """The record's staged processes."""
     return tuple(
-        WantedProcess(process.ns_pid, process.comm, tuple(map(_object, process.objects)))
+        WantedProcess(
+            process.ns_pid, process.comm, tuple(map(_object, process.objects)), tuple(map(_import, process.imports))
+        )
         for process in record.processes
         if process.mode == "staged"
     )
@@ -175,8 +180,17 @@ def moved(objects: Map[str, DeviceObject], device_map: Map[str, str]) -> dict[st
 
 
 def _object(entry: ObjectEntry) -> DeviceObject:
-    mappings = tuple(
+    mappings = _mappings(entry)
+    return DeviceObject(entry.id, entry.size, entry.device, entry.uuid, entry.kind, entry.requested, mappings)
+
+
+def _import(entry: ImportEntry) -> ImportedObject:
+    told = entry.id, entry.of, entry.kind, entry.size, entry.requested, entry.device, entry.uuid
+    return ImportedObject(*told, _mappings(entry))
+
+
+def _mappings(entry: ObjectEntry | ImportEntry) -> tuple[Mapping, ...]:
+    return tuple(
         Mapping(place.va, place.size, place.offset, tuple((pair[0], pair[1]) for pair in place.access))
         for place in entry.mappings
     )
-    return DeviceObject(entry.id, entry.size, entry.device, entry.uuid, entry.kind, entry.requested, mappings)

@@ -219,7 +219,9 @@ class StagedService:
         part = lease.staged
         if part is None or part.store is None or not part.bytes:
             return None
-        wanted = tuple(WantedProcess(process.ns_pid, process.comm, process.objects) for process in part.processes)
+        wanted = tuple(
+            WantedProcess(process.ns_pid, process.comm, process.objects, process.imports) for process in part.processes
+        )
         self.end_prefill(lease.container)
         put_away = partial(self._cool_down, lease.container)
         return self._begin_fill(lease.container, wanted, part.store, deadline, put_away, device_map=lease.device_map)
@@ -364,6 +366,12 @@ def staged_json(freeze: StagedFreeze) -> dict[str, Any]:
             str(process.ns_pid): [held.to_json() for held in process.objects]
             for process in (part.processes if part else ())
         },
+        "imports": {
+            str(process.ns_pid): [held.to_json() for held in process.imports]
+            for process in (part.processes if part else ())
+            if process.imports
+        },
+        "groups": figures.groups,
         "bytes": part.bytes if part else 0,
         "rounds": [
             {"changed_bytes": done.changed_bytes, "copied_bytes": done.copied_bytes, "seconds": round(done.seconds, 4)}

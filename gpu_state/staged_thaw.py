@@ -4,7 +4,8 @@ Goes by the phase that each preload reports and by what is at hand, not by what 
 a wanted thaw, the undo of a freeze that failed anywhere, a restore, and an agent whose predecessor was killed.
 Runs after the driver has restored and unlocked the process (thaw.py) and the control socket is back.
 
-For each process: wait for its preload; where its memory was given away, hand it back (MAP); then OPEN.
+For each process: wait for its preload; where its memory was given away, hand it back (MAP), imports with the rest; then OPEN.
+A process that has ended keeps nobody waiting, and its objects are still there for those that have imported them.
 Memory comes from descriptors in this agent, from the keeper, or is made anew from the store, in this order; where none of
 them has it, DeviceContentLost names it and the gate stays closed: the process would read nothing of its own.
 A crash after any call leaves the process at rest or running; running it again goes on.
@@ -114,7 +115,7 @@ class StagedThaw:
         with self._phases("map"):
             self._marks.add(self._container, [process.identity for process in ready if self._needs_memory(process)])
             self._bring_memory(part, ready)
-            failures += for_each(self._pairs(ready), lambda pair: self._map(wanted[pair[0]]))
+            failures += for_each(self._pairs(ready), lambda pair: self._map(part, wanted[pair[0]]))
         mapped = self._without(processes, failures)
         with self._phases("open"):
             failures += for_each(self._pairs(mapped), lambda pair: self._open(pair[0]))
@@ -143,7 +144,7 @@ class StagedThaw:
             return False  # gone, or no CUDA yet
 
     def _bring_memory(self, part: StagedPart, processes: Sequence[StagedProcess]) -> None:
-        names = [name for process in processes if self._needs_memory(process) for name in process.names()]
+        names = {name for process in processes if self._needs_memory(process) for name in process.wanted().values()}
         if names:
             self._memory.have(part, names, self._deadline)
 
@@ -151,7 +152,7 @@ class StagedThaw:
         link = self._preloads.links(self._container).get(process.pid)
         return link is not None and link.phase == "released"
 
-    def _map(self, process: StagedProcess) -> None:
+    def _map(self, part: StagedPart, process: StagedProcess) -> None:
         for attempt in range(ATTEMPTS):
             link = self._preloads.links(self._container).get(process.pid)
             if link is None or link.phase != "released":
@@ -159,7 +160,7 @@ class StagedThaw:
                     self._await_ready(process)
                     continue
                 return
-            fds = self._fds_of(process)
+            fds = self._fds_of(part, process)
             try:
                 link.map(fds, self._deadline)
             except PreloadFailed:
@@ -170,15 +171,18 @@ class StagedThaw:
                 log.warning("MAP of process %s failed, asking again", process.pid)
                 time.sleep(_LOOK_S * 10)
 
-    def _fds_of(self, process: StagedProcess) -> dict[int, int]:
-        missing = [name for name in process.names() if name not in self._memory.fds]
+    def _fds_of(self, part: StagedPart, process: StagedProcess) -> dict[int, int]:
+        """One open file for each object, to exporter and importers alike: by it the next freeze knows it as one."""
+        wanted = process.wanted()
+        missing = [name for name in dict.fromkeys(wanted.values()) if name not in self._memory.fds]
         if missing:
-            lost = sum(process.names()[name].size for name in missing)
+            sizes = part.sizes()
+            lost = sum(sizes.get(name, 0) for name in missing)
             raise DeviceContentLost(
                 pid=process.pid, comm=process.comm, container=self._container,
                 what=f"{lost} bytes in {len(missing)} objects, {missing[0]} the first of them, are held by no one any more",
             )  # fmt: skip
-        return {held.id: self._memory.fds[name] for name, held in process.names().items()}
+        return {number: self._memory.fds[name] for number, name in wanted.items()}
 
     def _open(self, identity: ProcessIdentity) -> None:
         while identity.is_alive():

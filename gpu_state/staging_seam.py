@@ -100,6 +100,10 @@ class Preloads(Protocol):
         """Host pid -> the staged preload of that process."""
         ...
 
+    def others(self, container: str) -> dict[str, dict[int, PreloadLink]]:
+        """The same of every other container that has staged processes."""
+        ...
+
     def resume(self, container: str) -> None:
         """Listen again."""
         ...

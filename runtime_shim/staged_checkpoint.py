@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from image_format.fields import Fields
-from image_format.gpu_objects import ObjectEntry
+from image_format.gpu_objects import ImportEntry, ObjectEntry
 from oci_hook.control_directory import MODE_NAME, control_path
 from runtime_shim import debug_log
 
@@ -42,6 +42,9 @@ class StagedSide:
         self.is_wanted = mode_in(settings.run_dir, target.id) == "staged"
         self._has_staged = False
         self._objects: Mapping[str, Any] = {}
+        self._imports: Mapping[str, Any] = {}
+        # What the processes told of their communication libraries: lists `communicators` and `nvshmem`, as in the record.
+        self.groups: Mapping[str, Any] = {}
         self._reasons: dict[int, str] = {}
 
     @property
@@ -79,6 +82,8 @@ class StagedSide:
         with clock("drain"):
             done = agent.request("drain", args, deadline_s=deadline_s + ANSWER_S, on_event=progress.event)
         self._objects = done["staged"]["objects"]
+        self._imports = done["staged"].get("imports") or {}
+        self.groups = done["staged"].get("groups") or {}
         return Path(done["fragment"]) if done["fragment"] else None
 
     def with_objects(self, record: Record, processes: Sequence[GpuProcess]) -> Record:
@@ -93,9 +98,10 @@ class StagedSide:
         if entry.mode != "staged":
             reason = self._reasons.get(pid or 0)
             return replace(entry, unknown=entry.unknown | {"modeReason": reason}) if reason else entry
-        where = f"objects of process {entry.ns_pid}"
-        docs = self._objects.get(str(entry.ns_pid), [])
-        return replace(entry, objects=tuple(ObjectEntry.from_json(Fields(doc, where)) for doc in docs))
+        where, key = f"process {entry.ns_pid}", str(entry.ns_pid)
+        objects = (ObjectEntry.from_json(Fields(doc, f"objects of {where}")) for doc in self._objects.get(key, []))
+        imports = (ImportEntry.from_json(Fields(doc, f"imports of {where}")) for doc in self._imports.get(key, []))
+        return replace(entry, objects=tuple(objects), imports=tuple(imports))
 
 
 def mode_in(run_dir: str, container_id: str) -> str:

@@ -1,5 +1,6 @@
 #include "device_facts.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -8,6 +9,9 @@
 typedef CUresult get_int(int *value);
 typedef CUresult get_device(CUdevice *device, int ordinal);
 typedef CUresult get_uuid(CUuuid *uuid, CUdevice device);
+
+static get_device *device_get;
+static get_uuid *device_uuid;
 
 /* The library whose cuInit ran, or whoever defines the call where that was only an interposer. */
 static void *driver_symbol(const void *driver_function, const char *name)
@@ -27,8 +31,8 @@ void device_facts_gather(struct device_facts *facts, const void *driver_function
 {
     get_int *get_version = (get_int *)driver_symbol(driver_function, "cuDriverGetVersion");
     get_int *get_count = (get_int *)driver_symbol(driver_function, "cuDeviceGetCount");
-    get_device *device_get = (get_device *)driver_symbol(driver_function, "cuDeviceGet");
-    get_uuid *device_uuid = uuid_call(driver_function);
+    device_get = (get_device *)driver_symbol(driver_function, "cuDeviceGet");
+    device_uuid = uuid_call(driver_function);
 
     memset(facts, 0, sizeof *facts);
     if (get_version != NULL && get_version(&facts->driver_version) != CUDA_SUCCESS) facts->driver_version = 0;
@@ -41,5 +45,15 @@ void device_facts_gather(struct device_facts *facts, const void *driver_function
         CUuuid *uuid = &facts->devices[facts->device_count].uuid;
         if (device_get(&device, ordinal) != CUDA_SUCCESS || device_uuid(uuid, device) != CUDA_SUCCESS) continue;
         facts->devices[facts->device_count++].ordinal = ordinal;
+    }
+}
+
+void device_facts_renew(struct device_facts *facts)
+{
+    for (int n = 0; n < facts->device_count; n++) {
+        CUdevice device;
+        CUuuid uuid;
+        bool is_told = device_get(&device, facts->devices[n].ordinal) == CUDA_SUCCESS && device_uuid(&uuid, device) == CUDA_SUCCESS;
+        if (is_told) facts->devices[n].uuid = uuid;
     }
 }

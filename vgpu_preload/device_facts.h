@@ -1,6 +1,7 @@
-/* What the driver says about itself and its devices, asked once, right after cuInit and in the thread that called it.
+/* What the driver says about itself and its devices, asked right after cuInit and in the thread that called it.
  *
- * The driver is never asked again: later it may be locked for a checkpoint, and then every call blocks.
+ * Later the driver may be locked for a checkpoint, and then every call blocks. So it is asked again only when memory was just given
+ * back: a restore can have put other devices behind the process's own numbers.
  */
 #ifndef VGPU_DEVICE_FACTS_H
 #define VGPU_DEVICE_FACTS_H
@@ -20,5 +21,7 @@ struct device_facts {
 
 /* `driver_function` is any function of the driver library that was just initialised. */
 void device_facts_gather(struct device_facts *facts, const void *driver_function);
+/* Which devices these numbers mean now; what the driver does not tell stays. */
+void device_facts_renew(struct device_facts *facts);
 
 #endif

@@ -13,12 +13,15 @@
 #include <unistd.h>
 
 #include "agent_link.h"
+#include "communicators.h"
 #include "connection.h"
 #include "descriptors.h"
 #include "intercept.h"
 #include "loaded_objects.h"
 #include "loose_descriptors.h"
 #include "mode.h"
+#include "nccl_calls.h"
+#include "nvshmem_facts.h"
 #include "share_service.h"
 #include "staging.h"
 #include "threads.h"
@@ -48,6 +51,9 @@ static void forget_helper_in_child(void)
     descriptors_after_fork_in_child();
     share_service_after_fork_in_child();
     staging_after_fork_in_child();
+    communicators_after_fork_in_child();
+    nccl_calls_after_fork_in_child();
+    nvshmem_after_fork_in_child();
     atomic_store(&helper_of_process, 0);
 }
 

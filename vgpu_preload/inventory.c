@@ -210,18 +210,26 @@ bool answer_inventory(const struct request *request, const struct device_facts *
     return reply_send(request, FRAME_INVENTORY_IS, &json);
 }
 
-struct fault obstacle_to_release(void)
+/* What is told of it in a fault; NULL: it can go and come back. */
+static const char *forbidden(const struct memory_object *object, bool takes_imports)
+{
+    struct blocker blocker;
+    if (!blocker_of(object, &blocker)) return NULL;
+    if (object_is_own(object)) return object->obstacle != NULL ? blocker.what : NULL;
+    return takes_imports ? import_obstacle(object) : blocker.what;
+}
+
+struct fault obstacle_to_release(bool takes_imports)
 {
     bool is_end = false;
     for (unsigned int place = 0; !is_end; place++) {
         objects_lock();
         is_end = place >= objects_end();
         struct memory_object *object = object_at_place(place);
-        struct blocker blocker;
-        bool forbids = blocker_of(object, &blocker) && (!object_is_own(object) || object->obstacle != NULL);
-        uint64_t id = forbids ? object->id : 0;
+        const char *what = forbidden(object, takes_imports);
+        uint64_t id = what != NULL ? object->id : 0;
         objects_unlock();
-        if (forbids) return (struct fault){.what = blocker.what, .object = id};
+        if (what != NULL) return (struct fault){.what = what, .object = id};
     }
     return (struct fault){0};
 }

@@ -6,7 +6,8 @@
 
 bool answer_inventory(const struct request *request, const struct device_facts *facts);
 
-/* The first thing that forbids to take memory away, as a fault: live imports and what is tied to them. */
-struct fault obstacle_to_release(void);
+/* The first thing that forbids to take memory away, as a fault: what cannot be followed, and memory of other processes,
+ * unless that is to go too and can come back. */
+struct fault obstacle_to_release(bool takes_imports);
 
 #endif

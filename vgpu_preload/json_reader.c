@@ -73,6 +73,11 @@ bool json_is_null(struct json_text value)
     return value.end - value.at >= 4 && memcmp(value.at, "null", 4) == 0;
 }
 
+bool json_is_true(struct json_text value)
+{
+    return value.end - value.at >= 4 && memcmp(value.at, "true", 4) == 0;
+}
+
 bool json_read_integer(struct json_text *value, uint64_t *integer)
 {
     uint64_t result = 0;

@@ -1,4 +1,4 @@
-/* Reads the few members that requests carry: integers and arrays of integers of one JSON object.
+/* Reads the few members that requests carry: integers, claims and arrays of integers of one JSON object.
  *
  * Not a general parser: values of other members are stepped over, nothing is copied. Text that is no JSON object gives
  * "absent" or "broken", never a read outside the text.
@@ -19,6 +19,7 @@ struct json_text {
 bool json_member(struct json_text object, const char *name, struct json_text *value);
 
 bool json_is_null(struct json_text value);
+bool json_is_true(struct json_text value);
 bool json_read_integer(struct json_text *value, uint64_t *integer);
 
 /* Steps through an array of integers: first json_enter_array, then json_next_integer until false; then `*value` is at

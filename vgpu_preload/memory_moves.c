@@ -144,9 +144,9 @@ static struct fault release_object(struct memory_object *object)
     return fault;
 }
 
-struct fault release_all(void)
+struct fault release_all(bool with_imports)
 {
-    struct object_walk walk = {.is_all = true};
+    struct object_walk walk = {.is_all = true, .with_imports = with_imports};
     struct fault fault = {0};
     uint64_t id;
     while (fault.what == NULL && walk_next(&walk, &id)) fault = release_object(object_with_id(id));
@@ -251,6 +251,7 @@ struct fault map_objects(struct object_walk *walk)
 {
     struct fault fault = {0};
     uint64_t id;
+    walk->with_imports = true;
     while (fault.what == NULL && walk_next(walk, &id)) {
         struct memory_object *object = object_with_id(id);
         fault = object != NULL ? map_object(object) : (struct fault){.what = "no such object", .object = id};
@@ -261,7 +262,7 @@ struct fault map_objects(struct object_walk *walk)
 
 struct fault first_missing(void)
 {
-    struct object_walk walk = {.is_all = true};
+    struct object_walk walk = {.is_all = true, .with_imports = true};
     uint64_t id;
     while (walk_next(&walk, &id))
         if (!object_with_id(id)->is_in_driver) return (struct fault){.what = "the object is not mapped", .object = id};

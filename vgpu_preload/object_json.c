@@ -105,4 +105,8 @@ void json_object_members(struct json_writer *json, const struct memory_object *o
     json_raw(json, "]");
     if (object->ways_out != 0) write_shared(json, object);
     if (object->kind == OBJECT_OPENED) write_exporter(json, &object->opened);
+    const char *obstacle = object_is_own(object) ? NULL : import_obstacle(object);
+    if (obstacle == NULL) return;
+    json_raw(json, ",\"obstacle\":");
+    json_string(json, obstacle);
 }

@@ -246,3 +246,16 @@ unsigned int objects_imports(void)
 {
     return imports;
 }
+
+/* What is being opened has no descriptor yet, and at rest nothing is. */
+const char *import_obstacle(const struct memory_object *object)
+{
+    const struct kept_descriptor *kept = object_descriptor(object);
+    bool is_being_opened = object->kind == OBJECT_OPENED && object->first_mapping == NULL;
+    if (object->obstacle != NULL) return object->obstacle;
+    if (object->kind == OBJECT_IMPORT && object->asked_handle_types != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return "not imported by a POSIX file descriptor";
+    if (!object->is_in_driver || is_being_opened) return NULL;
+    if (kept->number < 0) return "no descriptor of it is kept";
+    return descriptor_is_still(kept->number, kept->identity) ? NULL : "the application closed its descriptor";
+}

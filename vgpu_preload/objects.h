@@ -28,7 +28,7 @@ enum object_kind {
     OBJECT_FREE_SLOT,
     OBJECT_ALLOC,  /* cuMemAlloc and cuMemAllocPitch */
     OBJECT_VMM,    /* cuMemCreate by the application */
-    OBJECT_IMPORT, /* cuMemImportFromShareableHandle by the application: named as a blocker, never moved */
+    OBJECT_IMPORT, /* cuMemImportFromShareableHandle by the application: goes and comes with its exporter's */
     OBJECT_OPENED, /* cuIpcOpenMemHandle of memory that another process with this library has allocated: the same */
 };
 
@@ -36,7 +36,9 @@ enum object_kind {
 enum share_way { BY_DESCRIPTOR = 1, BY_HANDLE = 2 };
 
 /* A descriptor is kept of each import, so that the agent can tell whose it is; of more than so many at once it is not. */
+#ifndef MOST_IMPORT_DESCRIPTORS
 #define MOST_IMPORT_DESCRIPTORS 4096
+#endif
 
 #define MOST_PEERS 4 /* are remembered by name; more are counted */
 
@@ -91,6 +93,13 @@ static inline bool object_is_own(const struct memory_object *object)
     return object->kind == OBJECT_ALLOC || object->kind == OBJECT_VMM;
 }
 
+/* The open file of the object that is given to others. What came from the agent goes first: it is an import for the
+ * driver, which does not export it again (measured: 1). */
+static inline const struct kept_descriptor *object_descriptor(const struct memory_object *object)
+{
+    return object->kept.number >= 0 ? &object->kept : &object->shared;
+}
+
 /* After a fork: what the parent holds is not the child's. Leaves the lock free. */
 void objects_forget_all(void);
 
@@ -138,5 +147,8 @@ struct objects_held objects_held(void);
 
 /* How many objects are memory of other processes. */
 unsigned int objects_imports(void);
+
+/* Why memory of another process cannot be taken away and given back; NULL: it can, or it is away. */
+const char *import_obstacle(const struct memory_object *object);
 
 #endif

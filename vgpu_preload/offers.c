@@ -8,16 +8,10 @@
 
 #define CUDA_ERROR_OPERATING_SYSTEM 304
 
-/* What came from the agent is an import for the driver, which does not export it again (measured: 1). */
-static const struct kept_descriptor *source_of(const struct memory_object *object)
-{
-    return object->kept.number >= 0 ? &object->kept : &object->shared;
-}
-
 static bool has_source(struct memory_object *object)
 {
     objects_lock();
-    const struct kept_descriptor *source = source_of(object);
+    const struct kept_descriptor *source = object_descriptor(object);
     bool has_one = descriptor_is_still(source->number, source->identity);
     objects_unlock();
     return has_one;
@@ -102,7 +96,7 @@ void offer_give(const struct share_request *request, int process, struct share_r
     descriptors_allow_more();
     objects_lock();
     struct memory_object *object = offered(request);
-    *descriptor = object != NULL ? loose_copy(source_of(object)) : -1;
+    *descriptor = object != NULL ? loose_copy(object_descriptor(object)) : -1;
     reply->status = *descriptor >= 0 ? SHARE_GIVEN : SHARE_GONE;
     if (*descriptor >= 0) {
         reply->size = object->size;
@@ -123,7 +117,7 @@ bool offer_by_descriptor_again(CUmemGenericAllocationHandle token, int *descript
 {
     objects_lock();
     struct memory_object *object = exportable(token);
-    bool is_there = object != NULL && kept_copy(source_of(object), descriptor);
+    bool is_there = object != NULL && kept_copy(object_descriptor(object), descriptor);
     if (is_there) object->ways_out |= BY_DESCRIPTOR;
     objects_unlock();
     return is_there;
@@ -134,6 +128,7 @@ void offer_made(CUmemGenericAllocationHandle token, int descriptor)
     objects_lock();
     struct memory_object *object = exportable(token);
     if (object != NULL) object->ways_out |= BY_DESCRIPTOR;
+    if (object != NULL && descriptor < 0) object->obstacle = "given away by a fabric handle";
     if (object != NULL && descriptor >= 0) {
         kept_close(&object->shared);
         loose_keep_copy(descriptor, &object->shared);

@@ -10,7 +10,7 @@
 #include "loaded_objects.h"
 
 #define FRAME_MAGIC 0x55504756U
-#define PROTOCOL_MINOR 1 /* of version 2: SHARES, and what INVENTORY_IS says about sharing */
+#define PROTOCOL_MINOR 2 /* of version 2: HALT, LET_PASS, COMMUNICATORS, and imports that go and come back */
 #define FRAME_HEADER_SIZE 16
 #define FRAME_MOST_PAYLOAD 65536U            /* version 1 */
 #define FRAME_MOST_PAYLOAD_STAGED (8U << 20) /* version 2 */
@@ -38,6 +38,12 @@ enum frame_type {
     FRAME_OPENED = 23,
     FRAME_SHARES = 24,
     FRAME_SHARES_ARE = 25,
+    FRAME_HALT = 26,
+    FRAME_HALTED = 27,
+    FRAME_LET_PASS = 28,
+    FRAME_PASSED = 29,
+    FRAME_COMMUNICATORS = 30,
+    FRAME_COMMUNICATORS_ARE = 31,
 };
 
 struct frame {

@@ -33,7 +33,7 @@ static int descriptor_of_share(uint64_t id)
     objects_lock();
     struct memory_object *object = shared_with_id(id);
     int descriptor = -1;
-    if (object != NULL) descriptor = loose_copy(object->kept.number >= 0 ? &object->kept : &object->shared);
+    if (object != NULL) descriptor = loose_copy(object_descriptor(object));
     objects_unlock();
     return descriptor;
 }

@@ -1,8 +1,8 @@
 /* The staged side of the protocol: what the helper thread does with the memory of this process when the agent asks.
  *
- * Phases: open -> rested (gate closed, all work done) -> released (memory given back) -> open. Only OPEN leads from
- * released to open; whoever takes the memory away has to bring it back. A process at rest whose agent is gone opens
- * its gate itself, because nothing of it is missing.
+ * Phases: open -> (halted, where calls pass by permits ->) rested (gate closed, all work done) -> released (memory given
+ * back) -> open. Only OPEN leads from released to open; whoever takes the memory away has to bring it back. A process
+ * halted or at rest whose agent is gone opens its gate itself, because nothing of it is missing.
  */
 #ifndef VGPU_STAGING_H
 #define VGPU_STAGING_H
@@ -13,7 +13,7 @@
 #include "protocol.h"
 
 /* Finds what is needed; false: this process stays with the driver. */
-bool staging_prepare(const struct device_facts *facts, const void *driver_function);
+bool staging_prepare(struct device_facts *facts, const void *driver_function);
 
 /* From here on allocations are ours and calls pass the gate. */
 void staging_begin(void);

@@ -33,10 +33,12 @@ bool reply_send_descriptors(const struct request *request, const struct json_wri
                             size_t count);
 bool reply_failed(const struct request *request, const struct fault *fault);
 
-/* Steps through "objects" of a request: all ids of the array, or all objects of the table when it is null or absent. */
+/* Steps through "objects" of a request: all ids of the array, or all objects of the table when it is null or absent;
+ * then with the memory of other processes, when the walk says so. */
 struct object_walk {
     struct json_text ids;
     bool is_all;
+    bool with_imports;
     unsigned int place;
 };
 bool walk_begin(struct object_walk *walk, const struct request *request);

@@ -19,7 +19,7 @@ HELLO, WELCOME, DETACH, DETACHED, PING, PONG = range(1, 7)
 INVENTORY, INVENTORY_IS, EXPORT, EXPORTED, REST, RESTED, RELEASE, RELEASED, MAP, MAPPED, OPEN, FAILED, FDS, OPENED = (
     range(10, 24)
 )
-SHARES, SHARES_ARE = 24, 25
+SHARES, SHARES_ARE, HALT, HALTED, LET_PASS, PASSED, COMMUNICATORS, COMMUNICATORS_ARE = range(24, 32)
 FDS_A_FRAME = 200
 HEADER = struct.Struct("<IHHII")
 
@@ -96,8 +96,14 @@ class Peer:
     def rest(self, deadline_ms=5000):
         return self.ask_for(RESTED, REST, {"deadline_ms": deadline_ms})
 
-    def release(self):
-        return self.ask_for(RELEASED, RELEASE)
+    def halt(self, deadline_ms=5000):
+        return self.ask_for(HALTED, HALT, {"deadline_ms": deadline_ms})
+
+    def let_pass(self, calls=0, wait_ms=1000):
+        return self.ask_for(PASSED, LET_PASS, {"calls": calls, "wait_ms": wait_ms})
+
+    def release(self, *, imports=False):
+        return self.ask_for(RELEASED, RELEASE, {"imports": True} if imports else {})
 
     def give(self, fds):
         """The descriptors, without MAP."""

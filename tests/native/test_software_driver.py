@@ -552,6 +552,78 @@ def test_events_order_streams_and_measure_time(node, ptx):
     assert child.run("ok(d.cuEventSynchronize(b)); result = ok(d.cuEventElapsedTime(a, b))") >= 199
 
 
+def test_a_kernel_waits_on_the_device_for_a_word_that_another_process_writes(node, ptx):
+    waiting = node.target(f"k = kernels({ptx!r}); s = ok(d.cuStreamCreate(1)); write(p, bytes(16))")
+    other = node.child(f"start(); k = kernels({ptx!r}); s = ok(d.cuStreamCreate(1))")
+    other.run(f"q = opened({waiting.run('result = offer(p)')!r})")
+    waiting.run(
+        "ok(launch(k['vgpu_wait_word'], s, p, int(p) + 8, 3)); ok(launch(k['vgpu_fill'], s, int(p) + 16, 1, 7))"
+    )
+    for value, state in ((2, NOT_READY), (4, 0)):
+        other.run(f"ok(launch(k['vgpu_post_word'], s, q, int(q) + 8, {value})); ok(d.cuStreamSynchronize(s))")
+        time.sleep(0.05)
+        assert waiting.run("result = code(d.cuStreamQuery(s))") == state
+    waiting.send("ok(d.cuCtxSynchronize()); result = read(p, 24).hex()")
+    assert waiting.receive() == (4).to_bytes(8, "little").hex() + "0" * 16 + fill_word(7, 0).to_bytes(8, "little").hex()
+
+
+def test_waiting_for_a_context_waits_for_its_waiting_kernels(node, ptx):
+    child = node.target(
+        f"k = kernels({ptx!r}); s, t = ok(d.cuStreamCreate(1)), ok(d.cuStreamCreate(1)); write(p, bytes(16))"
+    )
+    child.run("ok(launch(k['vgpu_wait_word'], s, p, int(p) + 8, 1))")
+    child.send("ok(d.cuCtxSynchronize())")
+    assert not child.is_answering(0.3)
+    used = Path(f"/proc/{child.pid}/stat").read_text().split()[13:15]
+    assert (
+        sum(map(int, used)) < 100
+    )  # 1 s of processor time, start of the interpreter included: it sleeps between looks
+
+
+def test_a_waiting_kernel_ends_with_its_context_and_what_follows_it_is_not_done(node, ptx):
+    child = node.target(
+        f"k = kernels({ptx!r}); other = ok(d.cuCtxCreate(None, 0, 0)); s = ok(d.cuStreamCreate(1)); write(p, bytes(16))"
+    )
+    child.run("ok(launch(k['vgpu_wait_word'], s, p, int(p) + 8, 1)); ok(launch(k['vgpu_fill'], s, p, 1, 7))")
+    child.run("ok(d.cuCtxDestroy(other))", within_s=5)
+    assert child.run("result = read(p, 16)[:8].hex()") == "0" * 16
+
+
+def test_a_launch_waits_for_room_in_its_streams_queue(node, ptx):
+    child = node.target(
+        f"import threading; k = kernels({ptx!r}); s, t = ok(d.cuStreamCreate(1)), ok(d.cuStreamCreate(1)); write(p, bytes(24))"
+    )
+    child.run(
+        """
+context, launched = ok(d.cuCtxGetCurrent()), [0]
+ok(launch(k['vgpu_wait_word'], s, p, int(p) + 8, 1))
+def many():
+    ok(d.cuCtxSetCurrent(context))
+    for n in range(2000):
+        ok(launch(k['vgpu_increment'], s, int(p) + 16, 1, 1)); launched[0] += 1
+thread = threading.Thread(target=many); thread.start()
+"""
+    )
+    wait_until(lambda: child.run("result = launched[0]") >= 1023)
+    time.sleep(0.2)
+    assert child.run("result = launched[0]") == 1023
+    child.run("ok(launch(k['vgpu_post_word'], t, p, int(p) + 8, 1)); thread.join(); ok(d.cuStreamSynchronize(s))")
+    assert child.run("result = int.from_bytes(read(int(p) + 16, 8), 'little')") == 2000
+
+
+def test_a_kernel_reaches_memory_of_another_device_only_where_it_was_let_in(node, ptx):
+    child = node.child(
+        f"start(1); k = kernels({ptx!r}); s = ok(d.cuStreamCreate(1)); h = ok(d.cuMemCreate(2 << 20, properties(0), 0))"
+    )
+    child.run("a = ok(d.cuMemAddressReserve(2 << 20, 0, 0, 0)); ok(d.cuMemMap(a, 2 << 20, 0, h, 0))")
+    child.run(
+        "ok(d.cuMemSetAccess(a, 2 << 20, [access(1)], 1)); ok(launch(k['vgpu_fill'], s, a, 1, 7)); ok(d.cuStreamSynchronize(s))"
+    )
+    assert child.run("result = int.from_bytes(read(a, 8), 'little')") == fill_word(7, 0)
+    child.run("ok(d.cuMemSetAccess(a, 2 << 20, [access(0), access(1, 0)], 2)); ok(launch(k['vgpu_fill'], s, a, 1, 7))")
+    assert child.run("d.cuStreamSynchronize(s); result = code(d.cuStreamQuery(s))") == ILLEGAL_ADDRESS
+
+
 @pytest.mark.parametrize(("flags", "waits"), [(0, True), (1, False)], ids=["blocking", "non_blocking"])
 def test_the_legacy_default_stream_waits_for_blocking_streams_only(node, ptx, flags, waits):
     child = node.target(f"import time; k = kernels({ptx!r}); s = ok(d.cuStreamCreate({flags}))")

@@ -44,8 +44,8 @@ def library(link, tmp_path_factory):
 class System(Stage):
     """A stage whose programs have the library in front of them."""
 
-    def __init__(self, link, library):
-        super().__init__(memory_mib=512)
+    def __init__(self, link, library, gpus=1):
+        super().__init__(gpus, memory_mib=512)
         self.library = library
         self.image = self.folder / "image"
         self.image.mkdir()
@@ -63,7 +63,8 @@ class System(Stage):
         return super().environment | preload
 
     def spawn(self, command, *, cgroup=None, **options):
-        self.has_preload = cgroup is not None and "counter" in command[0] and not options.pop("plain", False)
+        is_program = Path(command[0]).name in ("counter", "ring")
+        self.has_preload = cgroup is not None and is_program and not options.pop("plain", False)
         return super().spawn(command, cgroup=cgroup, **options)
 
     def counter(self, name, *options, cgroup="", mib=16):

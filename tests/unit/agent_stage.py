@@ -75,6 +75,58 @@ class Counter:
         return self.step() == before
 
 
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Group:
+    """Processes that share device memory and wait for each other on the device; each checks what it gets."""
+
+    def __init__(self, stage, name, *options, mode="ring", ranks=4, cgroup=""):
+        self.stage, self.ranks = stage, ranks
+        self.out = stage.folder / f"{name}.out"
+        arguments = ["--out", str(self.out), "--mode", mode, "--ranks", str(ranks), "--interval", "5", *options]
+        self.process = stage.spawn([str(stage.driver / "ring"), *arguments], cgroup=cgroup)
+        self.members = set(range(1 if mode == "outlive" else 0, ranks - 1 if mode == "guests" else ranks))
+        wait_until(lambda: self.members <= self.steps().keys(), f"the first step of each rank of {name}")
+
+    @property
+    def pids(self):
+        """Those of the ranks that live, in the order in which they were started; a fork server stands between."""
+        children = children_of(self.process.pid)
+        return [pid for child in children for pid in children_of(child)] or children
+
+    def steps(self, of="step"):
+        """Rank -> its last step, or its last beat."""
+        out = self.out if of == "step" else self.out.with_suffix(".out.beat")
+        text = out.read_text() if out.exists() else ""
+        assert "WRONG" not in text, next(line for line in text.splitlines() if "WRONG" in line)
+        return {int(rank): int(step) for rank, step in re.findall(rf"rank (\d+) {of} (\d+) .*ok\n", text)}
+
+    def goes_on(self, *, of="step", members=None, by=3, timeout_s=15.0):
+        """Every rank gets further, and finds what it must."""
+        before = self.steps(of)
+
+        def is_further():
+            now = self.steps(of)
+            return all(now.get(rank, 0) >= before.get(rank, 0) + by for rank in members or self.members)
+
+        return wait_until(is_further, f"{by} more of each rank's {of}s than {before}", timeout_s)
+
+    def stands_still(self):
+        time.sleep(0.1)  # a step that had been computed may still be written
+        before = self.steps()
+        time.sleep(0.15)
+        return self.steps() == before
+
+    def let_stalled_come(self):
+        self.out.with_suffix(".out.go").touch()
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(10)
+
+
 class Stage:
     """The node."""
 

@@ -4,7 +4,7 @@
 
 WRAP(CUresult, cuCtxDestroy, (CUcontext ctx))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuCtxDestroy, ctx);
     if (rc == CUDA_SUCCESS && entered_gate) context_ended(ctx);
     return rc;
@@ -12,7 +12,7 @@ WRAP(CUresult, cuCtxDestroy, (CUcontext ctx))
 
 WRAP(CUresult, cuCtxDestroy_v2, (CUcontext ctx))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuCtxDestroy_v2, ctx);
     if (rc == CUDA_SUCCESS && entered_gate) context_ended(ctx);
     return rc;

@@ -15,7 +15,7 @@ static void look_whether_it_ended(CUdevice dev)
 
 WRAP(CUresult, cuDevicePrimaryCtxRelease, (CUdevice dev))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuDevicePrimaryCtxRelease, dev);
     if (rc == CUDA_SUCCESS && entered_gate) look_whether_it_ended(dev);
     return rc;
@@ -23,7 +23,7 @@ WRAP(CUresult, cuDevicePrimaryCtxRelease, (CUdevice dev))
 
 WRAP(CUresult, cuDevicePrimaryCtxRelease_v2, (CUdevice dev))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuDevicePrimaryCtxRelease_v2, dev);
     if (rc == CUDA_SUCCESS && entered_gate) look_whether_it_ended(dev);
     return rc;

@@ -13,7 +13,7 @@ static void note_reset(CUdevice dev)
 
 WRAP(CUresult, cuDevicePrimaryCtxReset, (CUdevice dev))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuDevicePrimaryCtxReset, dev);
     if (rc == CUDA_SUCCESS && entered_gate) note_reset(dev);
     return rc;
@@ -21,7 +21,7 @@ WRAP(CUresult, cuDevicePrimaryCtxReset, (CUdevice dev))
 
 WRAP(CUresult, cuDevicePrimaryCtxReset_v2, (CUdevice dev))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuDevicePrimaryCtxReset_v2, dev);
     if (rc == CUDA_SUCCESS && entered_gate) note_reset(dev);
     return rc;

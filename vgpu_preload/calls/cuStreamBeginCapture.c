@@ -4,7 +4,7 @@
 
 WRAP(CUresult, cuStreamBeginCapture, (CUstream hStream))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuStreamBeginCapture, hStream);
     if (rc == CUDA_SUCCESS && entered_gate) capture_begun(hStream);
     return rc;
@@ -12,7 +12,7 @@ WRAP(CUresult, cuStreamBeginCapture, (CUstream hStream))
 
 WRAP(CUresult, cuStreamBeginCapture_ptsz, (CUstream hStream))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuStreamBeginCapture_ptsz, hStream);
     if (rc == CUDA_SUCCESS && entered_gate) capture_begun(hStream);
     return rc;
@@ -20,7 +20,7 @@ WRAP(CUresult, cuStreamBeginCapture_ptsz, (CUstream hStream))
 
 WRAP(CUresult, cuStreamBeginCapture_v2, (CUstream hStream, CUstreamCaptureMode mode))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuStreamBeginCapture_v2, hStream, mode);
     if (rc == CUDA_SUCCESS && entered_gate) capture_begun(hStream);
     return rc;
@@ -28,7 +28,7 @@ WRAP(CUresult, cuStreamBeginCapture_v2, (CUstream hStream, CUstreamCaptureMode m
 
 WRAP(CUresult, cuStreamBeginCapture_v2_ptsz, (CUstream hStream, CUstreamCaptureMode mode))
 {
-    PASS_GATE();
+    PASS_GATE_APART();
     CUresult rc = NEXT(cuStreamBeginCapture_v2_ptsz, hStream, mode);
     if (rc == CUDA_SUCCESS && entered_gate) capture_begun(hStream);
     return rc;

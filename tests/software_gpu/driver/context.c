@@ -47,6 +47,7 @@ static CUresult context_new(int device, unsigned flags, bool is_primary, CUconte
 
 static void context_end(CUcontext context)
 {
+    __atomic_store_n(&context->is_ending, true, __ATOMIC_RELEASE);
     stream_wait_context(context);
     stream_retire_all(context);
     module_free_context(context);

@@ -94,6 +94,8 @@ struct CUctx_st {
     unsigned flags;
     unsigned long long id;
     bool is_primary;
+    bool is_ending; /* its waiting kernels give up */
+    bool is_cut;    /* one did: what comes after it is not done */
     struct CUstream_st *default_stream;
     struct CUctx_st *next;
 };
@@ -103,7 +105,7 @@ bool context_is_valid(CUcontext context);
 /* stream.c: the only lock of streams, events and captures */
 enum op_kind { OP_COPY, OP_SET, OP_KERNEL, OP_HOST, OP_CALLBACK, OP_EVENT, OP_WAIT, OP_GRAPH, OP_FREE };
 struct kernel;
-struct kernel_args { uint64_t value[8], blocks; };
+struct kernel_args { uint64_t value[8], blocks; CUcontext context; };
 struct dependency { CUstream stream; uint64_t number; };
 struct op {
     struct op *next;
@@ -195,6 +197,10 @@ CUresult memory_allocate(CUcontext context, size_t bytes, bool is_offerable, uin
 void memory_free_address(uint64_t address);
 void memory_free_context(CUcontext context);
 bool memory_is_device(uint64_t address, size_t bytes, bool write);
+bool memory_load_word(uint64_t address, uint64_t *word);
+int range_access(const struct range *range); /* of all devices together */
+/* What this thread touches from now on is touched by a kernel of that device; -1: by anybody. */
+void memory_act_for(int device);
 bool memory_is_pageable_host(uint64_t address);
 int memory_new_memfd(int device, size_t bytes);
 /* The memfd of this process's allocations on a device; -1: none can be made. It begins with a table of offered allocations. */

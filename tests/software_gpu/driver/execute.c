@@ -52,13 +52,30 @@ static void run_event(CUstream stream, const struct op *op)
     pthread_mutex_unlock(&work_lock);
 }
 
+static bool run_kernel(CUstream stream, struct op *op)
+{
+    op->args.context = stream->context;
+    memory_act_for(stream->context->device);
+    bool ok = op->kernel->run(&op->args);
+    memory_act_for(-1);
+    return ok;
+}
+
+/* After a kernel that gave up waiting nothing of its context may change memory that others see. */
+static bool is_dropped(CUstream stream, const struct op *op)
+{
+    bool is_work = op->kind == OP_COPY || op->kind == OP_SET || op->kind == OP_KERNEL || op->kind == OP_HOST || op->kind == OP_CALLBACK;
+    return is_work && __atomic_load_n(&stream->context->is_cut, __ATOMIC_ACQUIRE);
+}
+
 void op_execute(CUstream stream, struct op *op)
 {
     bool ok = true;
+    if (is_dropped(stream, op)) return;
     switch (op->kind) {
     case OP_COPY: ok = run_copy(op); break;
     case OP_SET: ok = run_set(op); break;
-    case OP_KERNEL: ok = op->kernel->run(&op->args); break;
+    case OP_KERNEL: ok = run_kernel(stream, op); break;
     case OP_HOST: op->host_fn(op->user); break;
     case OP_CALLBACK: op->callback(stream, CUDA_SUCCESS, op->user); break;
     case OP_EVENT: run_event(stream, op); break;

@@ -4,7 +4,10 @@
  *   vgpu_increment(ptr, words, delta)  word[i] += delta
  *   vgpu_checksum(ptr, words, out)     *out += sum of all words
  *   vgpu_spin_ms(ms)                   runs for ms milliseconds
- * Words are 64 bits; every kernel covers all words with any launch shape.
+ *   vgpu_add(ptr, words, other)        word[i] += other[i]
+ *   vgpu_wait_word(flag, counter, n)   runs until *flag has reached *counter + n, whoever writes it, another process too
+ *   vgpu_post_word(flag, counter, n)   *flag = *counter + n, after what was written before it
+ * Words are 64 bits; every kernel covers all words with any launch shape; the last two are for one thread.
  */
 #ifndef KERNELS_PTX_H
 #define KERNELS_PTX_H
@@ -18,6 +21,12 @@
     "  ld.param.u64 %rd1, [" name "_0];\n  ld.param.u64 %rd2, [" name "_1];\n  ld.param.u64 %rd3, [" name "_2];\n" \
     "  cvta.to.global.u64 %rd1, %rd1;\n" PTX_INDEX_AND_STRIDE \
     "LOOP:\n  setp.ge.u64 %p1, %rd4, %rd2;\n  @%p1 bra DONE;\n  shl.b64 %rd9, %rd4, 3;\n  add.u64 %rd9, %rd1, %rd9;\n"
+#define PTX_WORD(name) /* %rd1 = the flag, %rd3 = *counter + n */ \
+    ".visible .entry " name "(.param .u64 " name "_0, .param .u64 " name "_1, .param .u64 " name "_2)\n{\n" \
+    "  .reg .pred %p<2>;\n  .reg .b64 %rd<5>;\n" \
+    "  ld.param.u64 %rd1, [" name "_0];\n  ld.param.u64 %rd2, [" name "_1];\n  ld.param.u64 %rd3, [" name "_2];\n" \
+    "  cvta.to.global.u64 %rd1, %rd1;\n  cvta.to.global.u64 %rd2, %rd2;\n" \
+    "  ld.volatile.global.u64 %rd4, [%rd2];\n  add.u64 %rd3, %rd3, %rd4;\n"
 #define PTX_NEXT "  add.u64 %rd4, %rd4, %rd6;\n  bra LOOP;\nDONE:\n  ret;\n}\n"
 
 static const char kernels_ptx[] =
@@ -33,6 +42,15 @@ static const char kernels_ptx[] =
     PTX_ENTRY("vgpu_checksum")
     "  cvta.to.global.u64 %rd10, %rd3;\n  ld.global.u64 %rd7, [%rd9];\n  red.global.add.u64 [%rd10], %rd7;\n"
     PTX_NEXT
+    PTX_ENTRY("vgpu_add")
+    "  cvta.to.global.u64 %rd10, %rd3;\n  shl.b64 %rd11, %rd4, 3;\n  add.u64 %rd11, %rd10, %rd11;\n"
+    "  ld.global.u64 %rd7, [%rd9];\n  ld.global.u64 %rd8, [%rd11];\n  add.u64 %rd7, %rd7, %rd8;\n  st.global.u64 [%rd9], %rd7;\n"
+    PTX_NEXT
+    PTX_WORD("vgpu_wait_word")
+    "AGAIN:\n  ld.volatile.global.u64 %rd4, [%rd1];\n  sub.s64 %rd4, %rd4, %rd3;\n  setp.lt.s64 %p1, %rd4, 0;\n  @%p1 bra AGAIN;\n"
+    "  membar.sys;\n  ret;\n}\n"
+    PTX_WORD("vgpu_post_word")
+    "  membar.sys;\n  st.volatile.global.u64 [%rd1], %rd3;\n  membar.sys;\n  ret;\n}\n"
     ".visible .entry vgpu_spin_ms(.param .u32 vgpu_spin_ms_0)\n{\n"
     "  .reg .pred %p<2>;\n  .reg .b32 %r<2>;\n  .reg .b64 %rd<5>;\n"
     "  ld.param.u32 %r1, [vgpu_spin_ms_0];\n  mul.wide.u32 %rd1, %r1, 1000000;\n  mov.u64 %rd2, %globaltimer;\n"

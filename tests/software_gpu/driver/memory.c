@@ -168,6 +168,35 @@ void memory_free_context(CUcontext context)
     pthread_mutex_unlock(&driver_lock);
 }
 
+static _Thread_local int acting_device = -1;
+
+void memory_act_for(int device) { acting_device = device; }
+
+int range_access(const struct range *range)
+{
+    int all = range->access;
+    for (int n = 0; n < MAX_DEVICES; n++) all |= range->peer_access[n];
+    return all;
+}
+
+/* A kernel reaches memory of cuMemCreate where cuMemSetAccess let its own device; copies reach what any device may. */
+static int access_here(const struct range *range)
+{
+    if (range->kind != RANGE_MAPPED || acting_device < 0) return range_access(range);
+    return acting_device == range->device ? range->access : range->peer_access[acting_device];
+}
+
+/* False when it is not there: the look is made while nobody can take it away. */
+bool memory_load_word(uint64_t address, uint64_t *word)
+{
+    pthread_mutex_lock(&driver_lock);
+    struct range *range = address % sizeof *word ? NULL : range_find(address);
+    bool ok = range && (access_here(range) & 1);
+    if (ok) *word = __atomic_load_n((uint64_t *)address, __ATOMIC_ACQUIRE);
+    pthread_mutex_unlock(&driver_lock);
+    return ok;
+}
+
 /* True when all of it is memory the device may touch; neighbouring ranges count as one. */
 bool memory_is_device(uint64_t address, size_t bytes, bool write)
 {
@@ -176,7 +205,8 @@ bool memory_is_device(uint64_t address, size_t bytes, bool write)
     pthread_mutex_lock(&driver_lock);
     do {
         struct range *range = range_find(address);
-        ok = range && (range->access & 1) && (!write || (range->access & 2));
+        int access = range ? access_here(range) : 0;
+        ok = (access & 1) && (!write || (access & 2));
         if (ok) address = range->base + range->size;
     } while (ok && address < end);
     pthread_mutex_unlock(&driver_lock);

@@ -125,7 +125,7 @@ static bool bring_back_all(void)
     for (size_t n = 0; n < range_count && ok; n++) {
         struct range *range = ranges[n];
         if (range->kind == RANGE_DEVICE) ok = bring_back_device_range(range);
-        if (range->kind == RANGE_MAPPED) ok = map_at(range->base, range->span, range->access, range->physical->fd, range->offset);
+        if (range->kind == RANGE_MAPPED) ok = map_at(range->base, range->span, range_access(range), range->physical->fd, range->offset);
     }
     return ok;
 }

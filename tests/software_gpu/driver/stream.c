@@ -1,4 +1,4 @@
-/* Streams: ordered queues, each with a worker thread that starts with the first work.
+/* Streams: ordered queues of bounded depth, each with a worker thread that starts with the first work.
  *
  * A piece of work has the number it was given in its stream and may wait for numbers of other streams; those were given earlier,
  * so waits cannot form a ring. The legacy default stream waits for all blocking streams of its context and they for it.
@@ -121,9 +121,18 @@ static CUresult enqueue(CUstream stream, struct op content, uint64_t *number)
     return CUDA_SUCCESS;
 }
 
+/* The real driver takes about as many before the call that launches one more waits for room. */
+#define QUEUE_DEPTH 1024
+
+static void wait_for_room(CUstream stream)
+{
+    while (!stream->capture && stream->submitted - stream->completed >= QUEUE_DEPTH) pthread_cond_wait(&work_progress, &work_lock);
+}
+
 CUresult stream_submit_locked(CUstream stream, struct op op, uint64_t *number)
 {
     *number = 0;
+    wait_for_room(stream);
     if (stream->capture) return graph_record(stream->capture, op);
     CUresult rc = default_stream_may_run(stream);
     if (rc == CUDA_SUCCESS) return enqueue(stream, op, number);

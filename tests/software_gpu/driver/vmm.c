@@ -237,28 +237,16 @@ API(cuMemUnmap, (CUdeviceptr base, size_t size), (base, size))
     return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* For a device other than the memory's own: remembered, so that it can be asked; any device can touch any memory. */
-static void set_peer_access(uint64_t base, size_t size, int device, int access)
-{
-    for (uint64_t at = base; at < base + size;) {
-        struct range *range = range_find(at);
-        range->peer_access[device] = (unsigned char)access;
-        at += range->size;
-    }
-}
-
+/* The pages of the process allow what any device may do; kernels of each are held to what theirs may (memory_is_device). */
 static CUresult set_access(uint64_t base, size_t size, int device, int access)
 {
     NEED(covers_whole_mappings(base, size), CUDA_ERROR_INVALID_VALUE);
-    if (range_find(base)->device != device) {
-        set_peer_access(base, size, device, access);
-        return CUDA_SUCCESS;
-    }
-    int protection = access == 3 ? PROT_READ | PROT_WRITE : access == 1 ? PROT_READ : PROT_NONE;
-    NEED(mprotect((void *)base, size, protection) == 0, CUDA_ERROR_OPERATING_SYSTEM);
     for (uint64_t at = base; at < base + size;) {
         struct range *range = range_find(at);
-        range->access = access;
+        if (device == range->device) range->access = access;
+        else range->peer_access[device] = (unsigned char)access;
+        int all = range_access(range), protection = all == 3 ? PROT_READ | PROT_WRITE : all == 1 ? PROT_READ : PROT_NONE;
+        NEED(mprotect((void *)range->base, range->size, protection) == 0, CUDA_ERROR_OPERATING_SYSTEM);
         at += range->size;
     }
     return CUDA_SUCCESS;
