@@ -1,7 +1,8 @@
 """The figures of staged mode on a real GPU, each part by name; rows by bench/measurement.py, raw values in them.
 
-    python -m bench.staged_gpu suspend pause_16 pause_100 train unchanged preload [--measurements DIR] [--rehearse]
+    python -m bench.staged_gpu suspend pauses pause_16 pause_100 train unchanged preload [--measurements DIR] [--rehearse]
 
+`pauses` holds a 16 GiB and a 100 GiB program at the same time and snapshots them in turn, so that the two can be compared.
 Every ratio's baseline is taken in the same run: the plain driver checkpoint of the same program without the preload, the
 same program without the preload, or the same program before the copy began. `--rehearse` goes through the steps with the
 counter program on the software driver and writes nothing.
@@ -10,8 +11,6 @@ counter program on the software driver and writes nothing.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 import shutil
 import statistics
 import sys
@@ -19,48 +18,33 @@ import time
 from typing import Any
 
 from bench import measurement
+from bench.gpu_programs import (
+    DATA_PHASES,
+    PACKS,
+    decode,
+    finish,
+    goes_on,
+    gpu_pid,
+    hold,
+    longest_gap,
+    python,
+    second_pass,
+    seconds,
+    show,
+    slowdown,
+    snapshot,
+    steps,
+)
+from bench.parts import parser_of, run
+from bench.pause_sizes import pauses
 from image_format.file_names import FRAGMENT_NAME, INDEX_NAME
-from tests.gpu.bare_node import ROOT, BareNode, Program
-from tests.hosts import gpus, software_gpu
-
-PROGRAMS = ROOT / "tests" / "gpu" / "programs"
-PACKS = pathlib.Path("/dev/shm/vgpu-bench-packs")
-GIB = 2**30
+from tests.gpu.bare_node import BareNode
+from tests.hosts import gpus
 
 
 def main() -> int:
-    args = parse_arguments()
-    if not gpus.is_real() and not args.rehearse:
-        print("no NVIDIA GPU here; --rehearse goes through the steps on the software driver", file=sys.stderr)
-        return 1
-    rows: list[dict[str, Any]] = []
-    for part in args.parts:
-        say(f"{part}")
-        began = time.monotonic()
-        try:
-            rows += PARTS[part](args)
-        except Exception as problem:  # noqa: BLE001 - the other parts' figures are worth having
-            print(f"    FAILED: {type(problem).__name__}: {problem}", flush=True)
-            args.has_failed = True
-        shutil.rmtree(PACKS, ignore_errors=True)
-        print(f"    ({time.monotonic() - began:.1f} s)", flush=True)
-        if args.measurements and gpus.is_real() and rows:  # after each part, or a time limit would take them all
-            measurement.write(args.name, rows, folder=args.measurements, **measurement.gpu_names())
-    for row in rows:
-        base = f"  baseline {row['baseline']} ratio {row['ratio']}" if "ratio" in row else ""
-        print(f"    {row['key']:28} {row['value']:12} {row['unit']:6} {row['what']}{base}", flush=True)
-    return 1 if args.has_failed else 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=sorted(PARTS))
-    parser.add_argument("--measurements", type=pathlib.Path)
-    parser.add_argument("--name", default="staged-mode")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.set_defaults(has_failed=False)
-    return parser.parse_args()
+    args = parser_of(__doc__, PARTS, name="staged-mode").parse_args()
+    return run(args, PARTS, lambda: shutil.rmtree(PACKS, ignore_errors=True))
 
 
 # ---- suspend and resume ----------------------------------------------------------------------------
@@ -173,7 +157,7 @@ def pause(args: argparse.Namespace, gib: int) -> list[dict[str, Any]]:
             done = snapshot(node, program)
             walls.append(time.monotonic() - began)
             time.sleep(0.5)
-            times = [line["t"] for line in program.lines() if line.get("pass") == 2]
+            times = second_pass(program)
             gaps.append(longest_gap([t for t in times if t > began - 1.0]))
             assert gaps[-1] > 0.1 or not gpus.is_real(), "the process was never stopped"
             costs += slowdown(times, began, done)
@@ -308,129 +292,8 @@ def large_work(node: BareNode, *, has_preload: bool) -> list[tuple[str, float]]:
     ]
 
 
-# ---- parts -----------------------------------------------------------------------------------------
-
-DATA_PHASES = ("copy", "final", "drain")
-
-
-def snapshot(
-    node: BareNode, program: Program, *, folder: pathlib.Path = PACKS, parents: list[str] | None = None
-) -> dict[str, Any]:
-    """What the shim does for a checkpoint that leaves the container running, without CRIU in the middle."""
-    folder.mkdir(parents=True, exist_ok=True)
-    args = program.names | {
-        "image_path": str(folder),
-        "leave_running": True,
-        "parents": parents or [],
-        "unfreeze_cgroup": None,
-        "copy_deadline_s": 170.0,
-    }
-    done = node.request("freeze", args)
-    back = node.request("release", {"lease": done["lease"], "keep": False})
-    drained = node.request("drain", {"container": program.id}) if done.get("staged") else {"phases": []}
-    done["phases"] = [*done["phases"], *back["phases"], *drained["phases"]]
-    return done
-
-
-def hold(node: BareNode, gib: int, *, has_preload: bool = True) -> Program:
-    program = node.start("hold", python("torch_hold.py", "--gib", str(gib)), has_preload=has_preload)
-    if gpus.is_real():
-        program.wait_for(lambda lines: len(lines) > 3, "first steps")
-    else:
-        time.sleep(1.0)
-    return program
-
-
-def decode(node: BareNode, gib: int) -> tuple[Program, pathlib.Path]:
-    gate = node.folder / "gate"
-    tokens = "100000" if gpus.is_real() else "1"
-    program = node.start(
-        "decode",
-        python("torch_decode.py", "--gib", str(gib), "--context", "4096", "--tokens", tokens, "--gate", str(gate)),
-    )
-    if gpus.is_real():
-        program.wait_for(lambda lines: any("ready" in line for line in lines), "first pass")
-        gate.touch()
-        program.wait_for(lambda lines: sum(line.get("pass") == 2 for line in lines) > 50, "second pass")
-    else:
-        time.sleep(1.0)
-    return program, gate
-
-
-def finish(program: Program, gate: pathlib.Path) -> None:
-    if not gpus.is_real():
-        return
-    gate.with_suffix(".stop").touch()
-    lines = program.wait_for(lambda lines: "done" in lines[-1], "end of the second pass")
-    assert lines[-1]["ok"], "tokens or padding differ"
-    print(f"    {lines[-1]['tokens']} tokens equal to the pass without a checkpoint", flush=True)
-
-
-def goes_on(program: Program) -> None:
-    if not gpus.is_real():
-        return
-    before = len(program.lines())
-    lines = program.wait_for(lambda lines: len(lines) > before + 40, "further steps")
-    assert all(line["ok"] for line in lines)
-
-
-def python(name: str, *options: str, out: bool = True) -> list[str]:
-    if not gpus.is_real():
-        return [str(software_gpu.programs("glibc")["counter"]), "--out", "@OUT@", "--mib", "64", "--interval", "20"]
-    return [sys.executable, str(PROGRAMS / name), *(["--out", "@OUT@"] if out else []), *options]
-
-
-def gpu_pid(program: Program) -> int:
-    pids = (program.cgroup_folder / "cgroup.procs").read_text().split()
-    for pid in pids:
-        if "libcuda" in pathlib.Path(f"/proc/{pid}/maps").read_text():
-            return int(pid)
-    message = f"no GPU process in {program.cgroup}"
-    raise AssertionError(message)
-
-
-def longest_gap(times: list[float]) -> float:
-    return round(max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0), 4)
-
-
-def slowdown(times: list[float], began: float, done: dict[str, Any]) -> list[float]:
-    """Median step during the rounds of copying over the median step before them."""
-    copying = sum(seconds(done, "copy"))
-    before = steps([t for t in times if t < began])
-    during = steps([t for t in times if began < t < began + copying])
-    if len(before) < 5 or len(during) < 5:
-        return []
-    return [round(statistics.median(during) / statistics.median(before), 4)]
-
-
-def steps(times: list[float]) -> list[float]:
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
-
-
-def seconds(doc: dict[str, Any], *phases: str) -> list[float]:
-    return [float(item["seconds"]) for item in doc["phases"] if item["phase"].split(" ")[0] in phases]
-
-
-def rates(doc: dict[str, Any], gib: int, *phases: str) -> list[float]:
-    taken = sum(seconds(doc, *phases))
-    return [round(gib * GIB / taken / 1e9, 2)] if taken else []
-
-
-def show(what: str, doc: dict[str, Any]) -> None:
-    phases = ", ".join(f"{item['phase']} {float(item['seconds']):.3f}" for item in doc["phases"])
-    print(f"    {what}: {phases}", flush=True)
-    staged = doc.get("staged") or {}
-    for number, done in enumerate(staged.get("rounds", ())):
-        print(f"      round {number}: {json.dumps(done)}", flush=True)
-    for reason in (doc.get("driver_reasons") or {}).values():
-        print(f"      driver's way: {reason}", flush=True)
-
-
-def say(text: str) -> None:
-    print(f"\n== {time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
 PARTS = {
+    "pauses": pauses,
     "suspend": suspend,
     "suspend_100": suspend_100,
     "pause_16": pause_16,

@@ -30,7 +30,9 @@ ENTER = 'echo 0 >"$1/cgroup.procs"; shift; exec unshare -m sh -c \'mount --make-
 class BareNode:
     """Agent, state folder and cgroups; a context manager."""
 
-    def __init__(self, *, mode: str = "staged", software_memory: int = 512 << 20, reserve: str = "0") -> None:
+    def __init__(
+        self, *, mode: str = "staged", software_memory: int = 512 << 20, software_devices: int = 1, reserve: str = "0"
+    ) -> None:
         self.mode = mode
         self.reserve = reserve
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="vgpu-bare-"))
@@ -39,7 +41,7 @@ class BareNode:
         self.programs: list[Program] = []
         self.environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         if not gpus.is_real():
-            self.environment |= software_environment(self.folder, software_memory)
+            self.environment |= software_environment(self.folder, software_memory, software_devices)
 
     def __enter__(self) -> Self:
         for name in ("state", "containers"):
@@ -90,8 +92,11 @@ class BareNode:
                 return time.monotonic() - began
             time.sleep(0.2)
 
-    def start(self, name: str, command: list[str], *, has_preload: bool = True) -> Program:
-        program = Program(self, name, command, has_preload=has_preload)
+    def start(
+        self, name: str, command: list[str], *, has_preload: bool = True, says: pathlib.Path | None = None
+    ) -> Program:
+        """`says` takes the program's own output, which otherwise goes where this process's goes."""
+        program = Program(self, name, command, has_preload=has_preload, says=says)
         self.programs.append(program)
         return program
 
@@ -102,7 +107,9 @@ class BareNode:
 class Program:
     """One program as one container."""
 
-    def __init__(self, node: BareNode, name: str, command: list[str], *, has_preload: bool) -> None:
+    def __init__(
+        self, node: BareNode, name: str, command: list[str], *, has_preload: bool, says: pathlib.Path | None = None
+    ) -> None:
         self.node, self.id = node, f"{name}-{secrets.token_hex(3)}"
         self.out = node.folder / f"{self.id}.out"
         self.cgroup = f"/vgpu-bench-{self.id}"
@@ -114,10 +121,12 @@ class Program:
         environment = node.environment | ({"LD_PRELOAD": str(node.preload)} if has_preload else {})
         words = [word.replace("@OUT@", str(self.out)) for word in command]
         inner = ["env", *(f"{k}={environment[k]}" for k in ("LD_PRELOAD",) if k in environment), *words]
-        self.process = subprocess.Popen(
-            ["sh", "-c", ENTER, "sh", str(self.cgroup_folder), str(control), *inner],
-            env=node.environment, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            output = None if says is None else stack.enter_context(says.open("ab"))
+            self.process = subprocess.Popen(
+                ["sh", "-c", ENTER, "sh", str(self.cgroup_folder), str(control), *inner],
+                env=node.environment, cwd=ROOT, start_new_session=True, stdout=output, stderr=output,
+            )  # fmt: skip
         self.note_state()
 
     def note_state(self) -> None:
@@ -150,13 +159,21 @@ class Program:
                 raise AssertionError(message)
             time.sleep(0.02)
 
+    def pids(self) -> list[int]:
+        """Every process that is in the container now."""
+        listed = self.cgroup_folder / "cgroup.procs"
+        return [int(word) for word in listed.read_text().split()] if listed.exists() else []
+
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.pids():  # one that made a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=60)
         with contextlib.suppress(OSError):
             (self.node.run_dir / "state" / f"{self.id}.json").unlink()
-        for _ in range(50):
+        for _ in range(50 if self.cgroup_folder.exists() else 0):  # it may have been ended before
             with contextlib.suppress(OSError):
                 self.cgroup_folder.rmdir()
                 break
@@ -175,15 +192,15 @@ def built_preload() -> pathlib.Path:
     return root / (root / "current").read_text().strip() / "libvgpu.so"
 
 
-def software_environment(folder: pathlib.Path, memory: int) -> dict[str, str]:
+def software_environment(folder: pathlib.Path, memory: int, count: int = 1) -> dict[str, str]:
     from tests.hosts import software_gpu
     from tests.software_gpu import devices
 
     nodes = folder / "dev"
     nodes.mkdir()
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(count))):
         (nodes / name).touch()
-    devices.make_devices(folder / "gpus", 1, memory, salt="bare")
+    devices.make_devices(folder / "gpus", count, memory, salt="bare")
     return {
         "LD_LIBRARY_PATH": str(software_gpu.built("glibc")),
         "SOFTWARE_GPU_DIR": str(folder / "gpus"),

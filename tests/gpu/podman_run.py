@@ -17,6 +17,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Self
 
 from bench import measurement
@@ -119,12 +120,12 @@ def configure(host: TestHost, **settings: str) -> None:
         host.run(["sh", "-c", f"echo '{key} = {value}' >>/etc/vgpu/runtime.conf"])
 
 
-def run_container(host: TestHost, name: str, runtime: str, program: list[str]) -> None:
-    """A container with the GPU and this machine's Python."""
+def run_container(host: TestHost, name: str, runtime: str, program: list[str], options: Sequence[str] = ()) -> None:
+    """A container with all GPUs and this machine's Python."""
     mounts = [f"--volume={MACHINE}/{folder}:/{folder}:ro" for folder in SHARED]
     environment = ["-e", "HOME=/tmp", "-e", "PYTHONDONTWRITEBYTECODE=1", "-e", "PATH=/usr/bin:/bin"]
     host.run(
-        ["podman", "run", "-d", "--runtime", runtime, "--device", DEVICE, "--name", name, *mounts, *environment,
+        ["podman", "run", "-d", "--runtime", runtime, "--device", DEVICE, "--name", name, *mounts, *environment, *options,
          "localhost/vgpu-test:machine", *program], timeout=120,
     )  # fmt: skip
 

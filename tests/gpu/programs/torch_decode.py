@@ -2,7 +2,8 @@
 
 A decoder of Llama's shape with random bf16 weights, padded with known tensors to `--gib`. Writes one JSON line a token:
 pass, step, monotonic time, token. After the first pass it waits for `--gate FILE` to appear, and then repeats the second until
-FILE.stop does, so that checkpoints fall into it; a token or a padding sum that differs ends it with status 3. Real driver only.
+FILE.stop does, so that checkpoints fall into it; while FILE.rest exists it stands still between two tokens. A token or a padding
+sum that differs ends it with status 3. Real driver only.
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ def main() -> int:
 def repeat(decoder: Decoder, first: list[int], out: object, stop: pathlib.Path) -> dict[str, object]:
     """Second passes until somebody has seen enough; each is compared with the first one."""
     tokens, differs_at = 0, None
+    rest = stop.with_suffix(".rest")
+
+    def report(step: int, token: int) -> None:
+        write(out, 2, step, token)
+        while rest.exists() and not stop.exists():
+            time.sleep(0.005)
+
     while not stop.exists() and differs_at is None:
-        again = decoder.run(len(first), lambda step, token: write(out, 2, step, token), until=stop)
+        again = decoder.run(len(first), report, until=stop)
         tokens += len(again)
         differs_at = next((at for at, pair in enumerate(zip(first, again, strict=False)) if pair[0] != pair[1]), None)
     return {"done": True, "tokens": tokens, "differs_at": differs_at}

@@ -2,7 +2,7 @@
 
 A stack of linear layers under AdamW in fp32, sized to `--gib` of weights, gradients and moments. Writes one JSON line a step:
 pass, step, monotonic time, loss as hex. Between the passes it waits for `--gate FILE`, so that a checkpoint falls into the
-second one; a loss that differs ends it with status 3. Real driver only, deterministic mode.
+second one, which FILE.stop ends before its last step; a loss that differs ends it with status 3. Real driver only, deterministic mode.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def main() -> int:
     out.write(json.dumps({"ready": True}) + "\n")
     while not args.gate.exists():
         time.sleep(0.01)
-    second = train(args, lambda step, loss: write(out, 2, step, loss), pause_s=args.pause_s)
-    out.write(json.dumps({"done": True, "ok": first == second, "steps": len(second)}) + "\n")
-    return 0 if first == second else 3
+    stop = args.gate.with_suffix(".stop")
+    second = train(args, lambda step, loss: write(out, 2, step, loss), pause_s=args.pause_s, stop=stop)
+    is_equal = first[: len(second)] == second
+    out.write(json.dumps({"done": True, "ok": is_equal, "steps": len(second)}) + "\n")
+    return 0 if is_equal else 3
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,7 +48,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace, report: object, pause_s: float = 0.0) -> list[str]:
+def train(
+    args: argparse.Namespace, report: object, pause_s: float = 0.0, stop: pathlib.Path | None = None
+) -> list[str]:
     torch.manual_seed(11)
     layers = max(1, args.gib * 2**30 // (WIDTH * WIDTH * BYTES_PER_PARAMETER))
     blocks = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH, device="cuda"), torch.nn.GELU())]
@@ -62,6 +66,8 @@ def train(args: argparse.Namespace, report: object, pause_s: float = 0.0) -> lis
         losses.append(float(loss.item()).hex())
         report(step, losses[-1])
         time.sleep(pause_s)
+        if stop is not None and stop.exists():
+            break
     del model, optimizer
     torch.cuda.empty_cache()
     return losses
