@@ -99,12 +99,15 @@ def describe(
     name: str, found: ClaimedSource, claimed: Claimed, signature: dict[str, Any], fitness: dict[str, Any]
 ) -> dict[str, Any]:
     """The `--json` document."""
+    from image_format.sharing_layout import sharing_layout  # noqa: PLC0415
+
     return {
         "source": name,
         "kind": found.kind,
         "compression": found.claims.compression,
         "signature": signature,
         "record": claimed.record.to_json(),
+        "sharing": [held.to_json() for held in sharing_layout(claimed.record.processes)],
         "content": describe_content(claimed),
         "outside": [{"name": member.name, "bytes": member.size} for member in found.claims.outside],
         "fitness": fitness,
