@@ -1,17 +1,25 @@
 /* Times launches of a kernel that does nothing, through the driver API: one process, one run, as JSON lines.
  *
  *   launch_cost --out FILE --gate FILE [--core N] [--device 0] [--bursts 200] [--burst 256] [--loops 10] [--loop 20000]
+ *               [--direct OFFSET]
+ *   launch_cost --tell-direct
  *
  * Writes {"ready": true}, waits until the gate file exists, pins itself to the core, warms up, and writes
  * {"result": true, "burst_ns": [...], "loop_ns": [...]}: nanoseconds a launch of each block.
  *   burst  that many launches into an idle stream that has room for all of them: what the call costs the processor
  *   loop   that many launches and the wait for the last: what a program sees whose launches come faster than the GPU takes them
+ * With --direct every burst is followed or preceded by one that calls the driver's own cuLaunchKernel, past whatever stands in
+ * front of it: {"result": true, "through_ns": [...], "direct_ns": [...]}, of which entries of one number lie side by side in one
+ * process. OFFSET is where the function lies in the driver's library; --tell-direct, without a preload, says it.
  * Plain dlopen("libcuda.so.1"), as tests/software_gpu/programs/counter.c; the kernel is its vgpu_increment over no words, which
  * the software driver knows too. Called by bench/launch_cost.py, with and without the preload in turn. A failed call: status 2.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <limits.h>
+#include <link.h>
 #include <sched.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,7 +51,9 @@ CALLS(DECLARE)
 #define CHECK(call) \
     do { CUresult rc = (call); if (rc != CUDA_SUCCESS) { fprintf(stderr, "%s failed: %d\n", #call, rc); exit(2); } } while (0)
 
-struct options { const char *out, *gate; long core, device, bursts, burst, loops, loop; };
+typedef CUresult (*launch_function)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **);
+
+struct options { const char *out, *gate; long core, device, bursts, burst, loops, loop, direct; };
 
 static CUfunction function;
 static CUstream stream;
@@ -80,20 +90,30 @@ static double now_ns(void)
     return (double)now.tv_sec * 1e9 + (double)now.tv_nsec;
 }
 
-static void launch(long count)
+static void launch_by(launch_function call, long count)
 {
     unsigned long long address = memory, words = 0, delta = 1;
     void *parameters[] = {&address, &words, &delta};
-    for (long n = 0; n < count; n++) CHECK(cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    for (long n = 0; n < count; n++) CHECK(call(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+}
+
+static void launch(long count)
+{
+    launch_by(cuLaunchKernel, count);
+}
+
+static double burst_by_ns(launch_function call, long count)
+{
+    double began = now_ns();
+    launch_by(call, count);
+    double taken = (now_ns() - began) / (double)count;
+    CHECK(cuStreamSynchronize(stream));
+    return taken;
 }
 
 static double burst_ns(long count)
 {
-    double began = now_ns();
-    launch(count);
-    double taken = (now_ns() - began) / (double)count;
-    CHECK(cuStreamSynchronize(stream));
-    return taken;
+    return burst_by_ns(cuLaunchKernel, count);
 }
 
 static double loop_ns(long count)
@@ -148,6 +168,40 @@ static void measure(const struct options *options, FILE *out)
     fprintf(out, "}\n");
 }
 
+static int find_driver(struct dl_phdr_info *info, size_t size, void *base)
+{
+    const char *name = strrchr(info->dlpi_name, '/');
+    (void)size;
+    if (strncmp(name ? name + 1 : info->dlpi_name, "libcuda.so", 10) != 0) return 0;
+    *(uintptr_t *)base = info->dlpi_addr;
+    return 1;
+}
+
+static uintptr_t driver_base(void)
+{
+    uintptr_t base = 0;
+    dl_iterate_phdr(find_driver, &base);
+    if (!base) { fprintf(stderr, "no library of the name libcuda.so is loaded\n"); exit(2); }
+    return base;
+}
+
+/* In the order A B B A, so that neither way always comes first. */
+static void measure_within(const struct options *options, FILE *out)
+{
+    static double taken[2][MAX_BLOCKS];
+    launch_function ways[2] = {cuLaunchKernel, (launch_function)(driver_base() + (uintptr_t)options->direct)};
+    warm_up(options);
+    for (long n = 0; n < options->bursts; n++)
+        for (long turn = 0; turn < 2; turn++) {
+            long way = (n + turn) % 2;
+            taken[way][n] = burst_by_ns(ways[way], options->burst);
+        }
+    fprintf(out, "{\"result\": true");
+    write_blocks(out, "through_ns", taken[0], options->bursts);
+    write_blocks(out, "direct_ns", taken[1], options->bursts);
+    fprintf(out, "}\n");
+}
+
 static long number(const char *text, const char *name, long most)
 {
     char *end;
@@ -169,6 +223,7 @@ static struct options parse(int argc, char **argv)
         else if (!strcmp(name, "--burst")) options.burst = number(value, name, 1 << 20);
         else if (!strcmp(name, "--loops")) options.loops = number(value, name, MAX_BLOCKS);
         else if (!strcmp(name, "--loop")) options.loop = number(value, name, 1 << 30);
+        else if (!strcmp(name, "--direct")) options.direct = number(value, name, LONG_MAX);
         else { fprintf(stderr, "unknown option %s\n", name); exit(1); }
     }
     if (!options.out || !options.gate || !options.burst || !options.loop) { fprintf(stderr, "--out, --gate and launches are needed\n"); exit(1); }
@@ -177,6 +232,11 @@ static struct options parse(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    if (argc == 2 && !strcmp(argv[1], "--tell-direct")) {
+        load_driver();
+        printf("%lu\n", (unsigned long)((uintptr_t)cuLaunchKernel - driver_base()));
+        return 0;
+    }
     struct options options = parse(argc, argv);
     FILE *out = fopen(options.out, "a");
     if (!out) { perror(options.out); return 2; }
@@ -188,6 +248,6 @@ int main(int argc, char **argv)
     fflush(out);
     wait_for_gate(options.gate);
     pin_to(options.core);
-    measure(&options, out);
+    (options.direct ? measure_within : measure)(&options, out);
     return fclose(out) == 0 ? 0 : 2;
 }

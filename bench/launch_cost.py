@@ -1,7 +1,8 @@
 """What the preload costs a loop of small launches: many short processes with and without it in turn, compared in pairs.
 
-    python -m bench.launch_cost driver torch [--pairs 24] [--measurements DIR] [--rehearse]
+    python -m bench.launch_cost within driver torch [--pairs 24] [--measurements DIR] [--rehearse]
 
+  within   in one process, cuLaunchKernel through the preload and the driver's own function past it, burst by burst in turn
   driver   bench/launch_cost.c: cuLaunchKernel of an empty kernel, where the gate is the largest share of the call
   torch    tests/gpu/programs/torch_launch.py: an elementwise kernel on a tiny tensor
 
@@ -12,6 +13,7 @@ by the core's clock, by what else the core does. So:
 - all are measured on one core, which nothing else of this bench may use: neither their own other threads, nor the agent;
 - they start side by side and wait at a gate, so that only one works at a time, and start-up costs no machine time;
 - the median of the paired differences is given with an interval that assumes no distribution.
+`within` needs none of that: what it compares shares process, memory, stream and core, and lies side by side in time.
 An agent runs and is connected, as on a node; it does nothing meanwhile.
 """
 
@@ -38,6 +40,7 @@ TORCH = ROOT / "tests" / "gpu" / "programs" / "torch_launch.py"
 SHAPES = {"burst_ns": "launches into an idle stream", "loop_ns": "launches and the wait for the last"}
 CHOICES = {"fastest block": min, "median block": statistics.median}
 BAR = 1.01
+WITHIN_PROCESSES, WITHIN_BURSTS = 4, 2000
 Samples = dict[tuple[str, str], list[float]]
 
 
@@ -68,6 +71,55 @@ def driver(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             *(() if gpus.is_real() else ("--bursts", "20", "--loops", "2", "--loop", "200")),
         ]
         yield from compared(args, node, command, "cuLaunchKernel of an empty kernel")
+
+
+def within(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Through the preload and past it, in the same processes."""
+    with BareNode() as node:
+        program = compiled(node.folder)
+        command = [*library_path(), str(program)]
+        offset = subprocess.run(
+            [*command, "--tell-direct"], env=node.environment, check=True, timeout=60, capture_output=True, text=True
+        ).stdout.strip()
+        command += ["--direct", offset, "--bursts", str(WITHIN_BURSTS if gpus.is_real() else 20)]
+        through: list[float] = []
+        direct: list[float] = []
+        for number in range(WITHIN_PROCESSES):
+            with going_on(args, f"process {number + 1}"):
+                found = blocks_of(node, command, args.core)
+                print(f"    {Paired.of(found['through_ns'], found['direct_ns']).text('ns')}", flush=True)
+                through += found["through_ns"]
+                direct += found["direct_ns"]
+        yield within_row(through, direct)
+
+
+def blocks_of(node: BareNode, command: list[str], core: int) -> dict[str, list[float]]:
+    """Of one process."""
+    one = Run(node, command, core, has_preload=True)
+    try:
+        one.program.wait_for(bool, "ready", timeout=90)
+        return one.result()
+    finally:
+        one.program.end()
+        node.programs.remove(one.program)
+
+
+def within_row(through: list[float], direct: list[float]) -> dict[str, Any]:
+    """Of all pairs of bursts together; `raw` is each hundredth by size, for there are thousands."""
+    found = Paired.of(through, direct)
+    name = (
+        "cuLaunchKernel of an empty kernel, bursts into an idle stream, through the preload and past it in one process"
+    )
+    print(f"    {name}: {found.text('ns')}; bar {BAR} {'met' if found.ratio <= BAR else 'MISSED'}", flush=True)
+    return measurement.row(
+        "preload_launch", f"{name}; {found.ratio_text()}; difference {found.difference:.1f} ns; raw: hundredths", "ns",
+        hundredths(through), baseline_what="the driver's own function in the same process", baseline_raw=hundredths(direct),
+    )  # fmt: skip
+
+
+def hundredths(values: list[float]) -> list[float]:
+    """The values at each hundredth, smallest first."""
+    return [round(value, 2) for value in statistics.quantiles(values, n=100)]
 
 
 def torch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -124,11 +176,15 @@ class Run:
         words = [*command, "--out", "@OUT@", "--gate", str(self.gate), "--core", str(core)]
         self.program: Program = node.start("launch", words, has_preload=has_preload)
 
-    def measure(self) -> dict[tuple[str, str], float]:
-        """(shape, choice) -> nanoseconds a launch."""
+    def result(self) -> dict[str, list[float]]:
+        """Let it work; nanoseconds a launch of each block."""
         self.check_preload()
         self.gate.touch()
-        found = self.program.wait_for(lambda lines: any("result" in line for line in lines), "result", timeout=60)[-1]
+        return self.program.wait_for(lambda lines: any("result" in line for line in lines), "result", timeout=60)[-1]
+
+    def measure(self) -> dict[tuple[str, str], float]:
+        """(shape, choice) -> nanoseconds a launch."""
+        found = self.result()
         return {
             (shape, choice): round(choose(found[shape]), 2) for shape in SHAPES for choice, choose in CHOICES.items()
         }
@@ -174,7 +230,7 @@ def library_path() -> list[str]:
     return ["env", f"LD_LIBRARY_PATH={folders}"]
 
 
-PARTS = {"driver": driver, "torch": torch}
+PARTS = {"within": within, "driver": driver, "torch": torch}
 
 if __name__ == "__main__":
     sys.exit(main())
