@@ -241,7 +241,7 @@ class BlockGroup:
 
 def plain(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The driver's own checkpoint of the ranks, both at once, and what becomes of their restore. They are lost with it."""
-    from tests.gpu.sharing_facts import DriverCalls
+    from tests.gpu.sharing_parts import DriverCalls
 
     with node_of(args) as node, DriverCalls(node.environment) as driver:
         group = start_group(node, args, has_preload=False)

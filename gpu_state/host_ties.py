@@ -193,6 +193,8 @@ def _instead(what: str) -> str:
     """How the libraries that we know do without."""
     if "/shm/nccl-" in what:
         return "NCCL_SHM_DISABLE=1 keeps NCCL out of /dev/shm, where GPUs reach each other or a network is fast enough"
+    if "/shm/cuda.shm." in what:
+        return "Destroy the events that processes share by IPC handle (PyTorch makes one for each CUDA tensor that it sends)"
     if "/shm/torch_" in what:
         return "torch.multiprocessing.set_sharing_strategy('file_system') keeps the names of such tensors"
     return ""

@@ -1,6 +1,7 @@
 #include "app_memory.h"
 
 #include "driver.h"
+#include "held.h"
 #include "object_end.h"
 
 CUmemGenericAllocationHandle handle_of_token(CUmemGenericAllocationHandle token)
@@ -25,9 +26,11 @@ void app_memory_mapped(CUdeviceptr address, size_t size, size_t offset, CUmemGen
 {
     objects_lock();
     struct memory_object *object = object_of_token(token);
-    if (object != NULL && mapping_new(object, address, size, offset) == NULL)
-        object->obstacle = "mapped where it cannot be followed";
+    bool is_lost = object != NULL && mapping_new(object, address, size, offset) == NULL;
+    if (is_lost) object->obstacle = "mapped where it cannot be followed";
+    bool is_host = is_lost && object->kind == OBJECT_HOST;
     objects_unlock();
+    if (is_host) held_add(BLOCKER_HOST_VMM, address, size, NULL);
 }
 
 /* The first mapping that begins in [*at, end); *at moves behind it. */

@@ -33,6 +33,9 @@ static const struct {
     [BLOCKER_MANAGED] = {"managed", "managed memory"},
     [BLOCKER_MULTICAST] = {"multicast", "multicast object"},
     [BLOCKER_IMPORT] = {"import", "memory imported with cuMemImportFromShareableHandle"},
+    [BLOCKER_EXPORT] = {"export", "memory given away with cuMemExportToShareableHandle"},
+    [BLOCKER_FABRIC] = {"fabric", "memory shared by a fabric handle"},
+    [BLOCKER_HOST_VMM] = {"host-vmm", "memory on the host, made with cuMemCreate or imported"},
     [BLOCKER_IPC_OPENED] = {"ipc-opened", "memory of another process opened with cuIpcOpenMemHandle"},
     [BLOCKER_IPC_EXPORTED] = {"ipc-exported", "memory offered to other processes with cuIpcGetMemHandle"},
     [BLOCKER_IPC_EVENT] = {"ipc-event", "event shared with another process by a legacy IPC handle"},
@@ -144,6 +147,13 @@ struct held_entry held_take(uint64_t key)
 void held_put_back(const struct held_entry *entry)
 {
     if (entry->kind != HELD_NOTHING) held_add(entry->kind, entry->key, entry->bytes, entry->context);
+}
+
+void held_given_away(uint64_t key, enum held_kind kind)
+{
+    struct held_entry entry = held_take(key);
+    if (entry.kind == HELD_VMM) entry.kind = kind;
+    held_put_back(&entry);
 }
 
 void held_remove(uint64_t key)

@@ -17,14 +17,17 @@ enum held_kind {
     HELD_LARGE, /* cuMemAlloc that could not be backed by an object */
     HELD_POOL,  /* cuMemAllocAsync and cuMemAllocFromPoolAsync */
     HELD_ARRAY,
-    HELD_VMM, /* cuMemCreate that cannot be shared by descriptor */
+    HELD_VMM, /* cuMemCreate on a device that cannot be shared by descriptor */
     HELD_LAST_OF_DRIVER = HELD_VMM,
     BLOCKER_MANAGED,
     BLOCKER_MULTICAST,
-    BLOCKER_IMPORT,       /* of a descriptor, where the table of objects was full */
+    BLOCKER_IMPORT,       /* these four where the table of objects was full: of a descriptor, */
+    BLOCKER_EXPORT,       /* given away by descriptor, */
+    BLOCKER_FABRIC,       /* of a fabric handle or given away by one, */
+    BLOCKER_HOST_VMM,     /* host memory, also where it is mapped so that it cannot be followed */
     BLOCKER_IPC_OPENED,   /* these two of the driver's own memory; what we have backed is in the table of objects */
     BLOCKER_IPC_EXPORTED,
-    BLOCKER_IPC_EVENT,
+    BLOCKER_IPC_EVENT, /* no hindrance: the driver keeps it (gpu_state/blockers.py) */
     BLOCKER_POOL_SHARED,
     BLOCKER_EXTERNAL_MEMORY,
     BLOCKER_DMABUF,
@@ -79,6 +82,9 @@ unsigned int held_next_blocker(unsigned int place, struct held_entry *entry);
  * none. */
 void held_note_unknown_call(const void *function);
 uint64_t held_unknown_call(void);
+
+/* Memory of the driver's own is given to another process: from now on it is of that kind. */
+void held_given_away(uint64_t key, enum held_kind kind);
 
 /* As INVENTORY_IS calls the kind, and what it means for a reader. */
 const char *held_name(enum held_kind kind);

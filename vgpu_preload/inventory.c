@@ -16,7 +16,7 @@ static void write_objects(struct json_writer *json, const struct device_facts *f
         objects_lock();
         is_end = place >= objects_end();
         struct memory_object *object = object_at_place(place);
-        if (object != NULL && !object->is_dead && object_is_own(object) == are_own) {
+        if (object != NULL && !object->is_dead && (are_own ? object_is_own(object) : object_is_import(object))) {
             if (!is_first) json_raw(json, ",");
             json_object_members(json, object, facts);
             json_raw(json, "}");
@@ -137,14 +137,20 @@ static bool blocker_of(const struct memory_object *object, struct blocker *block
                                 .object = object->id,
                                 .peer_count = object->peer_count};
     __builtin_memcpy(blocker->peers, object->peers, sizeof blocker->peers);
-    if (object->kind == OBJECT_IMPORT) {
+    if (object->kind == OBJECT_HOST) {
+        blocker->kind = "host-vmm";
+        blocker->what = held_meaning(BLOCKER_HOST_VMM);
+    } else if (object->kind == OBJECT_IMPORT && object->asked_handle_types == CU_MEM_HANDLE_TYPE_FABRIC) {
+        blocker->kind = "fabric";
+        blocker->what = "imported by a fabric handle";
+    } else if (object->kind == OBJECT_IMPORT) {
         blocker->kind = "import";
         blocker->what = text_of_import();
     } else if (object->kind == OBJECT_OPENED) {
         blocker->kind = "ipc-opened";
         blocker->what = text_of_opened(object);
     } else if (object->obstacle != NULL) {
-        blocker->kind = "vmm";
+        blocker->kind = (object->ways_out & BY_FABRIC) != 0 ? "fabric" : "vmm";
         blocker->what = object->obstacle;
     } else if (object->ways_out != 0) {
         blocker->kind = (object->ways_out & BY_DESCRIPTOR) != 0 ? "export" : "ipc-exported";
@@ -216,7 +222,7 @@ static const char *forbidden(const struct memory_object *object, bool takes_impo
     struct blocker blocker;
     if (!blocker_of(object, &blocker)) return NULL;
     if (object_is_own(object)) return object->obstacle != NULL ? blocker.what : NULL;
-    return takes_imports ? import_obstacle(object) : blocker.what;
+    return takes_imports && object_is_import(object) ? import_obstacle(object) : blocker.what;
 }
 
 struct fault obstacle_to_release(bool takes_imports)

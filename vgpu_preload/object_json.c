@@ -62,11 +62,15 @@ void json_peers(struct json_writer *json, const int *peers, unsigned int count)
 
 static void write_shared(struct json_writer *json, const struct memory_object *object)
 {
-    bool has_both = object->ways_out == (BY_DESCRIPTOR | BY_HANDLE);
+    static const char *const names[] = {"descriptor", "handle", "fabric"};
+    bool is_first = true;
     json_raw(json, ",\"shared\":{\"ways\":[");
-    if ((object->ways_out & BY_DESCRIPTOR) != 0) json_string(json, "descriptor");
-    if (has_both) json_raw(json, ",");
-    if ((object->ways_out & BY_HANDLE) != 0) json_string(json, "handle");
+    for (unsigned int n = 0; n < sizeof names / sizeof *names; n++) {
+        if ((object->ways_out & 1U << n) == 0) continue;
+        if (!is_first) json_raw(json, ",");
+        json_string(json, names[n]);
+        is_first = false;
+    }
     json_raw(json, "],\"peers\":");
     json_peers(json, object->peers, object->peer_count);
     json_integer_member(json, ",\"peer_count\":", object->peer_count);

@@ -92,7 +92,7 @@ struct memory_object *object_new(enum object_kind kind, size_t size)
     if (object_is_own(object)) {
         held.count++;
         held.bytes += size;
-    } else {
+    } else if (object_is_import(object)) {
         imports++;
     }
     return object;
@@ -104,7 +104,7 @@ void object_remove(struct memory_object *object)
     if (object_is_own(object)) {
         held.count--;
         held.bytes -= object->size;
-    } else {
+    } else if (object_is_import(object)) {
         imports--;
     }
     object->kind = OBJECT_FREE_SLOT;
@@ -138,7 +138,8 @@ struct memory_object *object_of_token(CUmemGenericAllocationHandle token)
     if (token >> TOKEN_SHIFT != TOKEN_MARK || objects == NULL) return NULL;
     struct memory_object *object = object_with_id(token & ((1ULL << TOKEN_SHIFT) - 1));
     if (object == NULL || object->is_dead) return NULL;
-    return object->kind == OBJECT_VMM || object->kind == OBJECT_IMPORT ? object : NULL;
+    bool is_applications = object->kind == OBJECT_VMM || object->kind == OBJECT_IMPORT || object->kind == OBJECT_HOST;
+    return is_applications ? object : NULL;
 }
 
 static struct memory_mapping *free_mapping_place(void)

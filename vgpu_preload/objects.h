@@ -30,10 +30,11 @@ enum object_kind {
     OBJECT_VMM,    /* cuMemCreate by the application */
     OBJECT_IMPORT, /* cuMemImportFromShareableHandle by the application: goes and comes with its exporter's */
     OBJECT_OPENED, /* cuIpcOpenMemHandle of memory that another process with this library has allocated: the same */
+    OBJECT_HOST,   /* host memory, made by cuMemCreate or imported: followed so that it is named, and never moved */
 };
 
 /* How an object was given to other processes. */
-enum share_way { BY_DESCRIPTOR = 1, BY_HANDLE = 2 };
+enum share_way { BY_DESCRIPTOR = 1, BY_HANDLE = 2, BY_FABRIC = 4 };
 
 /* A descriptor is kept of each import, so that the agent can tell whose it is; of more than so many at once it is not. */
 #ifndef MOST_IMPORT_DESCRIPTORS
@@ -91,6 +92,12 @@ bool objects_make(void);
 static inline bool object_is_own(const struct memory_object *object)
 {
     return object->kind == OBJECT_ALLOC || object->kind == OBJECT_VMM;
+}
+
+/* Device memory of another process. */
+static inline bool object_is_import(const struct memory_object *object)
+{
+    return object->kind == OBJECT_IMPORT || object->kind == OBJECT_OPENED;
 }
 
 /* The open file of the object that is given to others. What came from the agent goes first: it is an import for the

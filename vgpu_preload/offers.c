@@ -127,7 +127,7 @@ void offer_made(CUmemGenericAllocationHandle token, int descriptor)
 {
     objects_lock();
     struct memory_object *object = exportable(token);
-    if (object != NULL) object->ways_out |= BY_DESCRIPTOR;
+    if (object != NULL) object->ways_out |= descriptor >= 0 ? BY_DESCRIPTOR : BY_FABRIC;
     if (object != NULL && descriptor < 0) object->obstacle = "given away by a fabric handle";
     if (object != NULL && descriptor >= 0) {
         kept_close(&object->shared);

@@ -150,13 +150,19 @@ static CUresult open_fetched(struct memory_object *object, const struct share_re
     return CUDA_SUCCESS;
 }
 
+/* As the driver answers (measured): 400 at once without the exporter, 1 for memory that it has freed. */
+static CUresult code_of(enum fetch_end end)
+{
+    if (end == FETCH_AGAIN) return NOT_YET;
+    return end == FETCH_GONE ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_VALUE;
+}
+
 static CUresult open_fresh(struct memory_object *object, const struct share_handle *handle, CUdeviceptr *address)
 {
     struct share_reply reply;
     int descriptor;
     enum fetch_end end = share_fetch(handle, &reply, &descriptor);
-    CUresult rc = end == FETCH_AGAIN ? NOT_YET : CUDA_ERROR_INVALID_VALUE;
-    if (end == FETCHED) rc = open_fetched(object, &reply, descriptor, address);
+    CUresult rc = end == FETCHED ? open_fetched(object, &reply, descriptor, address) : code_of(end);
     loose_close(descriptor);
     if (rc != CUDA_SUCCESS) give_up(object);
     return rc;

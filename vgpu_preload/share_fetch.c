@@ -46,7 +46,7 @@ static bool exporter_lives(const struct share_handle *handle)
 
 static enum fetch_end not_now(const struct share_handle *handle)
 {
-    return exporter_lives(handle) ? FETCH_AGAIN : FETCH_REFUSED;
+    return exporter_lives(handle) ? FETCH_AGAIN : FETCH_GONE;
 }
 
 static bool connect_to(int socket, const struct share_handle *handle)

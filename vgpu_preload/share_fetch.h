@@ -7,7 +7,8 @@
 enum fetch_end {
     FETCHED,
     FETCH_AGAIN,   /* the exporter lives and does not answer now: it is stopped, or its memory is away */
-    FETCH_REFUSED, /* it is gone, the memory is freed, the secret is wrong or the user is another */
+    FETCH_GONE,    /* the exporter has ended */
+    FETCH_REFUSED, /* the memory is freed, the secret is wrong or the user is another */
 };
 
 /* Waits a second at most. The descriptor is loose. */

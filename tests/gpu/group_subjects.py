@@ -23,6 +23,7 @@ NCCL = ("env", "NCCL_CUMEM_HOST_ENABLE=0")
 # Modes of ring.c: mode, how memory is shared, ranks, ranks that come and go.
 RINGS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("ring", "fd", 2, ()),
+    ("ring", "fd held", 2, ()),
     ("ring", "handle", 2, ()),
     ("graph", "fd", 2, ()),
     ("pipeline", "fd", 2, ()),
@@ -32,6 +33,7 @@ RINGS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("outlive", "fd", 4, (0,)),
     ("ring", "fd", 8, ()),
 )
+QUIET_MODES = ("outlive",)  # in all others the ranks wait for each other in kernels
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Subject:
     more: int = 4  # steps of each rank that show that it goes on
     is_text: bool = False  # the lines of ring.c
     guests: tuple[int, ...] = ()  # ranks that may be absent
-    suspends: bool = True
     exporter_leaves: bool = False
     swaps: bool = False
+    spins: bool = False  # ranks wait for each other in kernels (docs/multi-gpu.md): each needs a GPU
     is_stand_in: bool = False
 
 
@@ -70,15 +72,20 @@ def rings(*, is_real: bool) -> list[Subject]:
     return [
         Subject(
             f"{mode} {share} {ranks}",
-            (*library, "@RING@", "--out", "@OUT@", "--mode", mode, "--share", share, "--ranks", str(ranks), *sizes),
+            (*library, "@RING@", "--out", "@OUT@", "--mode", mode, *ways(share), "--ranks", str(ranks), *sizes),
             ranks,
             is_text=True,
             guests=guests,
-            # A guest offers its memory an epoch before the others take it, and a descriptor on its way names the old memory.
-            suspends=mode != "guests",
+            spins=is_real and mode not in QUIET_MODES,
         )
         for mode, share, ranks, guests in RINGS
     ]
+
+
+def ways(share: str) -> tuple[str, ...]:
+    """How memory is given to others, and whether its descriptors are kept."""
+    way, _, held = share.partition(" ")
+    return "--share", way, "--hold", str(int(bool(held)))
 
 
 def vmm(*, is_real: bool) -> list[Subject]:
@@ -87,7 +94,8 @@ def vmm(*, is_real: bool) -> list[Subject]:
     peers = Subject(
         "vmm-peers", python("vmm_share.py", "--mib", size, "--devices", "2"), 3, gpus=2, exporter_leaves=True
     )
-    return [one, peers]
+    kept = Subject("vmm-kept", python("vmm_share.py", "--mib", size, "--keep"), 3, exporter_leaves=True, swaps=True)
+    return [one, kept, peers]
 
 
 def cupy(*, is_real: bool) -> list[Subject]:

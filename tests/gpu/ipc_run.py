@@ -1,9 +1,10 @@
 """Memory shared by legacy CUDA IPC, plain and with the preload in staged mode: `python3 -m tests.gpu.ipc_run` (root).
 
 Runs every scenario of tests/native/preload_programs/ipc_share.c and a PyTorch program that shares tensors through
-torch.multiprocessing, each without the preload and with it, and compares what they print. Says where the plain driver
-answers otherwise than the software driver does (`ANSWERS`), because the native tests rest on that. Needs gcc; takes the
-preload from VGPU_PRELOAD or builds it. `--rehearse` takes the software driver where there is no NVIDIA GPU, without PyTorch.
+torch.multiprocessing, each without the preload and with it, and compares what they print. A difference that is written down
+(`KNOWN`) is told and is no failure. Says where the plain driver answers otherwise than the software driver does (`ANSWERS`),
+because the native tests rest on that. Needs gcc; takes the preload from VGPU_PRELOAD or builds it. `--rehearse` takes the
+software driver where there is no NVIDIA GPU, without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
@@ -34,11 +36,20 @@ DEADLINE_S = 240
 # A mount namespace in which the preload finds the word `staged`; no agent runs there, and none is needed.
 STAGED = 'mount --make-rprivate / && mkdir -p /run/vgpu && mount --bind "$0" /run/vgpu && exec "$@"'
 
-#: What the software driver answers; public documentation and reports where there are any, else a choice.
+#: The driver looks at a part of the handle's bytes (measured: 0 or 208), the preload at all of them: 1.
+NOT_COMPARED = frozenset({"open a damaged handle"})
+#: What the preload answers otherwise, and has to: scenario and question -> plain, with the preload, why.
+KNOWN = {
+    ("exporter-forks", "open without the exporter"): (
+        "0",
+        "400",
+        "a forked child that lives on keeps the memory open for the driver; for the preload the exporter is gone",
+    ),
+}
+#: What the software driver answers: as a real one did on H200s, driver 580.159.04.
 ANSWERS = {
     "open zeros": "1",
     "open garbage": "1",
-    "open a damaged handle": "1",
     "open memory that was freed": "1",
     "open without the flag": "1",
     "open with another flag": "1",
@@ -54,7 +65,8 @@ ANSWERS = {
     "close without a context": "201",
     "close the last": "0",
     "close once more": "1",
-    "the address is free": "500",
+    "the address is free": "0",
+    "its range": "500",
     "open a third time": "0",
     "close the third": "0",
     "close what is the process's own": "1",
@@ -71,8 +83,8 @@ ANSWERS = {
     "handle of host memory": "1",
     "handle without a context": "201",
     "new memory has a new handle": "1",
-    "after its context": "500",
-    "open without the exporter": "1",
+    "after its context": "0",
+    "open without the exporter": "400",
     "at once": "1",
     "memory lost": "0",
     "still open": "0",
@@ -175,8 +187,11 @@ class Bench:
                 say(f"{name}: the plain driver answers {answer} to `{what}`, the software driver {ANSWERS[what]}")
         if is_shown:
             show(name, "with the preload", ours)
-        if plain == ours and is_well(plain):
-            say(f"{name}: the same")
+        known, others = differences(name.partition(" ")[0], plain, ours)
+        for line in known:
+            say(f"{name}: known to differ: {line}")
+        if not others and is_well(plain):
+            say(f"{name}: {'the same' if not known else 'the same beside that'}")
             return []
         show(name, "plain", plain)
         show(name, "with the preload", ours)
@@ -184,6 +199,27 @@ class Bench:
             say(f"{name}: the plain driver alone does not do it, so there is nothing to compare with")
             return []
         return [name]
+
+
+def answers(said: str) -> list[tuple[str, str]]:
+    """Question and answer of each line, of those that are compared."""
+    pairs = [(what, answer) for what, _, answer in (line.partition(": ") for line in said.splitlines())]
+    return [(what, answer) for what, answer in pairs if what not in NOT_COMPARED]
+
+
+def differences(scenario: str, plain: str, ours: str) -> tuple[list[str], list[str]]:
+    """Where the two differ: as it is written down, and otherwise."""
+    known, others = [], []
+    for one, other in itertools.zip_longest(answers(plain), answers(ours), fillvalue=("", "nothing")):
+        if one == other:
+            continue
+        expected = KNOWN.get((scenario, one[0]))
+        line = f"`{one[0]}`: plain {one[1]}, with the preload {other[1]}"
+        if expected is not None and one[0] == other[0] and (one[1], other[1]) == expected[:2]:
+            known.append(f"{line}: {expected[2]}")
+        else:
+            others.append(line)
+    return known, others
 
 
 def is_well(said: str) -> bool:

@@ -4,7 +4,8 @@
     host         host memory made by cuMemCreate (HOST_NUMA), and the same imported by another process
     registered   a shared mapping that is registered with the driver
     nvml         whom NVML counts imported memory for
-    slices       two processes on one GPU, one of them with a kernel that waits, before and after the driver's calls
+    slices       two processes on one GPU, one of them with a kernel that waits, before and after the driver's calls;
+                 with --set-timeslice also whether a longer time slice, set after the restore, brings the switching back
     nccl         two NCCL ranks by the plain driver's calls
 
 Design and refusals of staged mode rest on these; the log goes to docs/measurements. Every wait is bounded, every process is
@@ -15,148 +16,26 @@ in sharing_roles.py. `--rehearse` takes the software driver, which refuses a par
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import pathlib
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
 
 from bench.parts import bounded, going_on
 from tests.gpu.bare_node import ROOT, software_environment
+from tests.gpu.sharing_parts import DriverCalls, Part, Refused, end_group, parts
 from tests.hosts import gpus
 
-CALLS = ("lock", "checkpoint", "restore", "unlock")
 FACT_S = 75
 NCCL_S = 150
 MIB = 2**20
 REHEARSAL_BYTES = 64 * MIB
-
-
-class Refused(Exception):
-    """The driver refused what the fact is about: that is the fact."""
-
-
-# ---- processes that can be killed ----------------------------------------------------------------------
-
-
-class Part:
-    """One process of sharing_roles.py."""
-
-    def __init__(self, environment: dict[str, str], role: str, peer: socket.socket | None = None) -> None:
-        self.role = role
-        command = [sys.executable, "-m", "tests.gpu.sharing_roles", role]
-        command += [str(peer.fileno())] if peer is not None else []
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            pass_fds=[peer.fileno()] if peer is not None else [],
-        )  # fmt: skip
-        self.pid = self.process.pid
-        self._heard = b""
-
-    def wait_until_ready(self, deadline_s: float = 40) -> Self:
-        self._answer(deadline_s)
-        return self
-
-    def do(self, name: str, *, deadline_s: float = 20, **order: Any) -> Any:
-        """Have it do something; what came of it."""
-        self.process.stdin.write(json.dumps({"do": name, **order}).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer(deadline_s).get("result")
-
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
-        ends = time.monotonic() + deadline_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._heard:
-                left = ends - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    raise TimeoutError(f"{self.role} ({self.pid}) says nothing for {deadline_s:.0f} s")
-                more = os.read(self.process.stdout.fileno(), 1 << 16)
-                if not more:
-                    raise Refused(f"{self.role} has ended with {self.process.wait(timeout=10)}")
-                self._heard += more
-        line, _, self._heard = self._heard.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            raise Refused(f"{self.role}: {answer['failed']}")
-        return answer
-
-    def end(self) -> None:
-        end_group(self.process)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """A process that the driver has lost may take its time to die, and nobody waits for that."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-
-
-class DriverCalls:
-    """The driver's checkpoint calls, made in a process of their own."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._part = Part(environment, "driver")
-
-    def __enter__(self) -> Self:
-        try:
-            self._part.wait_until_ready()
-        except BaseException:
-            self._part.end()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._part.end()
-
-    def each(self, call: str, pids: list[int], *, deadline_s: float = 40) -> dict[int, tuple[int, float]]:
-        """pid -> code and seconds; all processes at once."""
-        answers = self._part.do("each", call=call, pids=pids, deadline_s=deadline_s)
-        return {int(pid): (int(code), float(taken)) for pid, (code, taken) in answers.items()}
-
-    def codes(self, pids: list[int]) -> str:
-        """All four calls, those that come after a failed restore included: "checkpoint 0 0, restore 801 801"."""
-        said = []
-        for call in CALLS:
-            try:
-                answers = self.each(call, pids)
-            except TimeoutError:
-                said.append(f"{call} does not return")
-                break
-            said.append(f"{call} {' '.join(str(answers[pid][0]) for pid in pids)}")
-            print(f"      {call}: {answers}", flush=True)
-        return ", ".join(said)
-
-    def used(self) -> dict[int, int]:
-        """pid -> bytes on all devices, by NVML."""
-        return {int(pid): int(size) for pid, size in self._part.do("used").items()}
-
-
-@contextlib.contextmanager
-def parts(environment: dict[str, str], *roles: str) -> Iterator[list[Part]]:
-    """Processes of these roles; two of them have a socket between them."""
-    ends = socket.socketpair() if len(roles) == 2 else (None,)
-    playing: list[Part] = []
-    try:
-        playing += [Part(environment, role, end) for role, end in zip(roles, ends, strict=True)]
-        for part in playing:
-            part.wait_until_ready()
-        yield playing
-    finally:
-        for part in playing:
-            part.end()
-        for end in ends:
-            if end is not None:
-                end.close()
+DEFAULT_SLICE, LONG_SLICE = 0, 3  # of nvidia-smi compute-policy
+SMI_S = 20
 
 
 # ---- the facts -----------------------------------------------------------------------------------------
@@ -234,6 +113,30 @@ def slices(environment: dict[str, str]) -> Iterator[str]:
                 f"{taken} taken away and given back ({codes}): {beside(spinner, short)}"
             )
 
+    if environment.get("SHARING_FACTS_TIMESLICE"):
+        yield with_time_slice(environment)
+
+
+def with_time_slice(environment: dict[str, str]) -> str:
+    """The same with the GPU's time slice set after the restore; it is the default again at the end."""
+    with DriverCalls(environment) as driver, parts(environment, "spinner", "short-work") as (spinner, short):
+        codes = driver.codes([spinner.pid])
+        try:
+            said = set_time_slice(LONG_SLICE)
+            return f"taken away and given back ({codes}), then the time slice set to {LONG_SLICE} ({said}): {beside(spinner, short)}"
+        finally:
+            print(f"      the time slice is the default again ({set_time_slice(DEFAULT_SLICE)})", flush=True)
+
+
+def set_time_slice(which: int) -> str:
+    """By nvidia-smi, for all GPUs; what it says."""
+    command = ["nvidia-smi", "compute-policy", f"--set-timeslice={which}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return f"not to be set: {problem}"
+    return f"status {done.returncode}: {' '.join((done.stdout + done.stderr).split())[:200]}"
+
 
 def beside(spinner: Part, short: Part) -> str:
     """How long short work takes beside a kernel that waits, and how that kernel ends."""
@@ -308,6 +211,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("facts", nargs="*", help=f"only these of {', '.join(FACTS)}")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument(
+        "--set-timeslice",
+        action="store_true",
+        help="changes a setting of the GPUs for a while: only where they are yours",
+    )
     parser.set_defaults(has_failed=False)
     args = parser.parse_args()
     if not gpus.is_real() and not args.rehearse:
@@ -317,6 +225,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # through the `finally` that kills the parts
     with tempfile.TemporaryDirectory(prefix="vgpu-facts-") as folder:
         environment = environment_of(pathlib.Path(folder))
+        environment |= {"SHARING_FACTS_TIMESLICE": "1"} if args.set_timeslice and gpus.is_real() else {}
         for name in args.facts or FACTS:
             with going_on(args, name), bounded(NCCL_S if name in ("nccl", "slices") else FACT_S):
                 tell(name, FACTS[name](environment))

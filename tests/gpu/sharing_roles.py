@@ -29,6 +29,7 @@ DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 HOST = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
 READ_WRITE = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 INTERPROCESS_WITHOUT_TIMING = 2 | 4
+HANDLE_BYTES = 64
 SMALL_BYTES = 4 << 20
 WORDS = b"these are the words that must be there afterwards"
 
@@ -106,7 +107,7 @@ class EventMaker(Role):
         self.seen = ctypes.cast(int(self.word), ctypes.POINTER(ctypes.c_uint32))
         self.seen[0] = 0
         handle = good("cuIpcGetEventHandle", cuda.cuIpcGetEventHandle(self.event))
-        self.peer.sendall(bytes(handle.reserved))
+        self.peer.sendall(ctypes.string_at(handle.getPtr(), HANDLE_BYTES))
 
     def record(self) -> None:
         wait = cuda.cuStreamWaitValue32(self.stream, int(self.word), self.seen[0] + 1, 0)
@@ -125,7 +126,7 @@ class EventOpener(Role):
         self.stream = good("cuStreamCreate", cuda.cuStreamCreate(1))
         self.peer.settimeout(20)
         handle = cuda.CUipcEventHandle()
-        handle.reserved = self.peer.recv(64, socket.MSG_WAITALL)
+        ctypes.memmove(handle.getPtr(), self.peer.recv(HANDLE_BYTES, socket.MSG_WAITALL), HANDLE_BYTES)
         self.event = good("cuIpcOpenEventHandle", cuda.cuIpcOpenEventHandle(handle))
 
     def wait(self) -> None:

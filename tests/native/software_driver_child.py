@@ -56,6 +56,13 @@ def properties(device=0, shareable=True):
     return wanted
 
 
+def host_properties():
+    """For cuMemCreate of memory on the host, as NCCL makes it."""
+    wanted = properties()
+    wanted.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+    return wanted
+
+
 def access(device=0, flags=3):
     """For cuMemSetAccess."""
     wanted = d.CUmemAccessDesc()
@@ -65,12 +72,19 @@ def access(device=0, flags=3):
     return wanted
 
 
-def map_memory(handle, size):
+def map_memory(handle, size, *more):
     """A fresh address with the handle's memory behind it, readable and writable."""
     address = ok(d.cuMemAddressReserve(size, 0, 0, 0))
     ok(d.cuMemMap(address, size, 0, handle, 0))
-    ok(d.cuMemSetAccess(address, size, [access()], 1))
+    ok(d.cuMemSetAccess(address, size, [access(), *more], 1 + len(more)))
     return address
+
+
+def map_host_memory(handle, size):
+    """The same for memory on the host, which reaches it too."""
+    host = access()
+    host.location = host_properties().location
+    return map_memory(handle, size, host)
 
 
 def offer(pointer):
@@ -89,6 +103,23 @@ def handle_from(text):
 def opened(text):
     """The address of memory that another process has offered."""
     return ok(d.cuIpcOpenMemHandle(handle_from(text), 1))
+
+
+def offer_event(event):
+    """A legacy IPC handle of an event as hex."""
+    return ctypes.string_at(ok(d.cuIpcGetEventHandle(event)).getPtr(), 64).hex()
+
+
+def event_from(text):
+    """A CUipcEventHandle from hex."""
+    handle = d.CUipcEventHandle()
+    ctypes.memmove(handle.getPtr(), bytes.fromhex(text), 64)
+    return handle
+
+
+def opened_event(text):
+    """An event of another process."""
+    return ok(d.cuIpcOpenEventHandle(event_from(text)))
 
 
 def kernels(ptx):

@@ -18,6 +18,7 @@ import sys
 import pytest
 
 from gpu_state.preload_objects import Holdings, shares_from_json
+from tests.gpu import ipc_run
 from tests.native.agent_double import DETACH, DETACHED, FAILED, RELEASE
 from tests.native.preload_programs import wait_until
 from tests.native.test_preload_staged import (  # noqa: F401 - the fixtures are used by name
@@ -142,6 +143,22 @@ def test_it_is_clean_under_a_sanitizer(name, stage, libraries, tmp_path):  # noq
     stage.set_mode("staged")
     for scenario in ("threads", "faults", "queue", "exporter-forks"):
         assert says(["setarch", "-R", watched, scenario], {**stage.node.environment, **options}, 120)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "plain", "ours", "known", "others"),
+    [
+        ("share", "a: 1\nb: 2\n", "a: 1\nb: 2\n", 0, 0),
+        ("share", "a: 1\nb: 2\n", "a: 1\nb: 3\n", 0, 1),
+        ("share", "a: 1\nb: 2\n", "a: 1\n", 0, 1),
+        ("faults", "open a damaged handle: 208\na: 1\n", "open a damaged handle: 1\na: 1\n", 0, 0),
+        ("exporter-forks", "open without the exporter: 0\n", "open without the exporter: 400\n", 1, 0),
+        ("exporter-forks", "open without the exporter: 0\n", "open without the exporter: 1\n", 0, 1),
+        ("exporter-ends", "open without the exporter: 0\n", "open without the exporter: 400\n", 0, 1),
+    ],
+)
+def test_the_run_on_a_gpu_tells_known_differences_from_others(scenario, plain, ours, known, others):
+    assert [len(found) for found in ipc_run.differences(scenario, plain, ours)] == [known, others]
 
 
 # ---- two processes and an agent ------------------------------------------------------------------
@@ -523,54 +540,7 @@ def test_a_service_of_another_user_is_not_believed(stage):  # noqa: F811
     try:
         squatter.stdout.readline()
         other, _ = stage.child()
-        assert other.run(f"result = code(d.cuIpcOpenMemHandle(handle_from({handle!r}), 1))") == 1
+        assert other.run(f"result = code(d.cuIpcOpenMemHandle(handle_from({handle!r}), 1))") == 400
     finally:
         squatter.kill()
         squatter.communicate()
-
-
-EVENTS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdint.h>
-#include <string.h>
-typedef struct { char bytes[64]; } handle;
-static int get(handle *h, void *event) { memset(h, 7, sizeof *h); return event ? 0 : 1; }
-static int opened(void **event, handle h) { *event = (void *)(uintptr_t)0x5550; return h.bytes[0] == 7 ? 0 : 1; }
-int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
-{
-    static int (*next)(const char *, void **, int, uint64_t, int *);
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!next) *(void **)&next = dlsym(driver, "cuGetProcAddress_v2");
-    if (!strcmp(name, "cuIpcGetEventHandle")) { *out = (void *)get; return 0; }
-    if (!strcmp(name, "cuIpcOpenEventHandle")) { *out = (void *)opened; return 0; }
-    return next(name, out, version, flags, status);
-}
-"""
-
-
-def test_events_of_two_processes_are_named_until_they_are_destroyed(stage, tmp_path):  # noqa: F811
-    """A driver that shares events, which the software driver does not, in front of it."""
-    source, library = tmp_path / "events.c", tmp_path / "events.so"
-    source.write_text(EVENTS)
-    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True, timeout=60)
-    stage.set_mode("staged")
-    child = stage.node.child(
-        "lib = ctypes.CDLL(None); ask = lib.cuGetProcAddress_v2\n"
-        "ask.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]\n"
-        "class Handle(ctypes.Structure): _fields_ = [('bytes', ctypes.c_ubyte * 64)]\n"
-        "def call(name, *types):\n"
-        "    at = ctypes.c_void_p(); assert ask(name, ctypes.addressof(at), 13000, 0, None) == 0\n"
-        "    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(at.value)\n"
-        "get = call(b'cuIpcGetEventHandle', ctypes.c_void_p, ctypes.c_void_p)\n"
-        "open_ = call(b'cuIpcOpenEventHandle', ctypes.c_void_p, Handle)\n",
-        LD_PRELOAD=f"{stage.library}:{library}",
-    )
-    child.run("start(); e = ok(d.cuEventCreate(0)); h = Handle(); assert get(ctypes.addressof(h), int(e)) == 0")
-    peer = stage.again()
-    kinds = lambda: [blocker["kind"] for blocker in peer.inventory()["blockers"]]  # noqa: E731
-    assert kinds() == ["ipc-event"]
-    child.run("out = ctypes.c_void_p(); assert open_(ctypes.addressof(out), h) == 0")
-    assert kinds() == ["ipc-event"] * 2
-    child.run("ok(d.cuEventDestroy(e))")
-    assert kinds() == ["ipc-event"]

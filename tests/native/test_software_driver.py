@@ -28,6 +28,7 @@ MIB = 1 << 20
 CHILD = Path(__file__).with_name("software_driver_child.py")
 RUNNING, LOCKED, CHECKPOINTED = range(3)
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 2, 3, 100, 101
+INVALID_CONTEXT, INVALID_HANDLE, UNKNOWN = 201, 400, 999
 OPERATING_SYSTEM, ILLEGAL_STATE, NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = (
     304,
     401,
@@ -431,9 +432,99 @@ def test_stream_ordered_allocation_is_freed_in_stream_order(node, ptx):
     )
 
 
-def test_interprocess_events_are_refused(node):
+EVENT_MAKER = """
+k = kernels({ptx!r}); s = ok(d.cuStreamCreate(1)); e = ok(d.cuEventCreate(2 | 4)); steps = 0
+words = ok(d.cuMemAlloc(16)); ok(d.cuMemsetD8(words, 0, 16))
+def record(): ok(launch(k["vgpu_wait_word"], s, words, int(words) + 8, steps + 1)); ok(d.cuEventRecord(e, s))
+def let_go(): globals()["steps"] += 1; ok(d.cuMemcpyHtoD(words, steps.to_bytes(8, "little"), 8)); ok(d.cuStreamSynchronize(s))
+"""
+EVENT_OPENER = "t = ok(d.cuStreamCreate(1)); f = opened_event({!r}); q = ok(d.cuMemAlloc(8)); ok(d.cuMemsetD8(q, 0, 8))"
+WAITS = "ok(d.cuStreamWaitEvent(t, f, 0)); ok(d.cuMemsetD8Async(q, {}, 8, t)); result = code(d.cuStreamQuery(t))"
+
+
+def stream_waits_for_the_other_process(maker, opener, value):
+    """The opener's work comes after what the maker has recorded, and comes then."""
+    maker.run("record()")
+    assert opener.run(WAITS.format(value)) == NOT_READY
+    assert (
+        opener.run("time.sleep(0.05); result = [code(d.cuStreamQuery(t)), code(d.cuEventQuery(f))]") == [NOT_READY] * 2
+    )
+    maker.run("let_go()")
+    return opener.run("ok(d.cuEventSynchronize(f)); ok(d.cuStreamSynchronize(t)); result = read(q, 1)[0]") == value
+
+
+def event_files(child):
+    return sorted(Path("/dev/shm").glob(f"cuda.shm.{os.getuid()}.{child.pid:x}.*"))
+
+
+def test_events_of_two_processes_order_their_streams_through_checkpoints_of_both(node, ptx):
+    """As measured on a real GPU, and in the same place."""
+    maker, opener, caller = node.child("start()"), node.child("import time; start()"), node.caller()
+    maker.run(EVENT_MAKER.format(ptx=ptx))
+    opener.run(EVENT_OPENER.format(maker.run("result = offer_event(e)")))
+    try:
+        assert [path.name.rpartition(".")[2] for path in event_files(maker)] == ["1"]
+        assert stream_waits_for_the_other_process(maker, opener, 1)
+        for pids in ([maker.pid], [opener.pid], [maker.pid, opener.pid]):
+            for pid in pids:
+                caller.run(f"freeze({pid})")
+            for pid in pids:
+                caller.run(f"thaw({pid})")
+            assert stream_waits_for_the_other_process(maker, opener, pids[0] % 200)
+        opener.run("ok(d.cuEventDestroy(f))")
+        assert event_files(maker)
+        maker.run("ok(d.cuEventDestroy(e))")
+        assert event_files(maker) == []
+    finally:
+        for path in event_files(maker):
+            path.unlink()
+
+
+def test_events_that_cannot_be_shared_are_refused(node):
     child = node.target("e = ok(d.cuEventCreate(0))")
-    assert child.run("result = code(d.cuIpcGetEventHandle(e))") == NOT_SUPPORTED
+    assert child.run("result = code(d.cuIpcGetEventHandle(e))") == INVALID_HANDLE
+    assert child.run("result = code(d.cuEventCreate(4))") == INVALID_VALUE
+    assert child.run("result = code(d.cuIpcOpenEventHandle(event_from('5a' * 64)))") == INVALID_VALUE
+    handle = child.run("f = ok(d.cuEventCreate(6)); result = offer_event(f)")
+    assert child.run(f"result = code(d.cuIpcOpenEventHandle(event_from({handle!r})))") == INVALID_CONTEXT
+    child.run("ok(d.cuEventDestroy(f))")
+    assert node.target().run(f"result = code(d.cuIpcOpenEventHandle(event_from({handle!r})))") == INVALID_HANDLE
+
+
+HOST_MEMORY = "h = ok(d.cuMemCreate(4 << 20, host_properties(), 0)); m = map_host_memory(h, 4 << 20); ctypes.memmove(int(m), b'host', 4)"
+EXPORTED = "result = int(ok(d.cuMemExportToShareableHandle(h, d.CUmemAllocationHandleType(1), 0)))"
+IMPORTED = """
+import os
+fd = ctypes.CDLL(None).syscall(438, os.pidfd_open({}), {}, 0)
+i = ok(d.cuMemImportFromShareableHandle(fd, d.CUmemAllocationHandleType(1))); os.close(fd); m = map_host_memory(i, 4 << 20)
+"""
+HOST_KIND = "result = int(ok(d.cuMemGetAllocationPropertiesFromHandle({})).location.type)"
+
+
+def test_a_process_with_memory_made_on_the_host_is_checkpointed_and_lost(node):
+    """As measured: 999, and 401 ever after; one that has imported it: 801."""
+    owner, other, caller = node.target(HOST_MEMORY), node.child("start()"), node.caller()
+    other.run(IMPORTED.format(owner.pid, owner.run(EXPORTED)))
+    assert (
+        owner.run("result = read(m, 4).decode()")
+        == other.run("result = ctypes.string_at(int(m), 4).decode()")
+        == "host"
+    )
+    assert [owner.run(HOST_KIND.format("h")), other.run(HOST_KIND.format("i"))] == [3, 3]
+    free = owner.run("result = ok(d.cuMemGetInfo())[0]")
+    for child in (owner, other):
+        caller.run(f"freeze({child.pid})")
+    assert [caller.run(f"result = restore({owner.pid})") for _ in range(2)] == [UNKNOWN, ILLEGAL_STATE]
+    assert caller.run(f"result = code(d.cuCheckpointProcessUnlock({owner.pid}, None))") == ILLEGAL_STATE
+    assert caller.run(f"result = restore({other.pid})") == NOT_SUPPORTED
+    assert free == 63 * MIB
+
+
+def test_a_process_that_has_let_go_of_memory_made_on_the_host_is_restored(node):
+    child, caller = node.target(HOST_MEMORY), node.caller()
+    child.run("ok(d.cuMemRelease(h)); ok(d.cuMemUnmap(m, 4 << 20)); ok(d.cuMemAddressFree(m, 4 << 20))")
+    caller.run(f"freeze({child.pid}); thaw({child.pid})")
+    assert child.run("result = read(p, 256) == bytes(range(256))")
 
 
 GIVEN = "result = offer(p)"

@@ -137,6 +137,12 @@ def test_named_shared_memory_comes_back_where_somebody_carries_it(side, outcome,
     assert word in finding.text
 
 
+def test_an_event_that_processes_share_is_named_where_nobody_carries_its_file():
+    finding = judge(tie("shm", "/dev/shm/cuda.shm.0.1f.1", 4096), CriuSide(carries_shm=False))
+    assert (finding.outcome, "/dev/shm/cuda.shm.0.1f.1" in finding.text) == ("note", True)
+    assert finding.remedy.startswith("Destroy the events that processes share")
+
+
 def test_a_kind_of_a_newer_agent_is_a_note():
     assert judge(tie("something-new"), CriuSide()).outcome == "note"
 
@@ -411,6 +417,30 @@ def test_what_a_process_holds_is_found(cgroup, tmp_path):
     assert ties["deleted-link"].what == f"{tmp_path}/first"
     assert ties["unix-outside"].what == f"{tmp_path}/stream"
     assert ties["file-lock"].what == f"{tmp_path}/lock"
+
+
+EVENT_HOLDER = """
+import mmap, os, sys
+path = f"/dev/shm/cuda.shm.{os.getuid()}.{os.getpid():x}.1"
+file = os.open(path, os.O_CREAT | os.O_RDWR)
+os.ftruncate(file, 4096)
+memory = mmap.mmap(file, 4096)
+os.close(file)
+print(path, flush=True); sys.stdin.read(); os.unlink(path)
+"""
+
+
+@needs_cgroup
+def test_the_file_of_an_event_in_the_hosts_dev_shm_is_found_and_named(cgroup):
+    def joins():
+        (cgroup / "cgroup.procs").write_text("0")
+
+    with started([sys.executable, "-c", EVENT_HOLDER], preexec_fn=joins) as holder:
+        path = holder.stdout.readline().strip()
+        (found,) = (one for one in find_host_ties(f"/{cgroup.name}", Deadline(30)) if one.what.startswith("/dev/shm"))
+    assert (found.kind, found.what) == ("shm-host", path)
+    finding = judge(found, CriuSide())
+    assert (finding.outcome, path in finding.text, "--ipc host" in finding.remedy) == ("note", True, True)
 
 
 @needs_cgroup

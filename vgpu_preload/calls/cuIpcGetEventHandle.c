@@ -2,7 +2,8 @@
 #include "../held.h"
 #include "../intercept.h"
 
-/* Events are the driver's alone: what two processes share of them nobody brings back, so they are named. */
+/* Told and no hindrance: the driver's checkpoint and restore keep what two processes share of an event (measured), in a
+ * file of /dev/shm that the dump of the container takes along. */
 WRAP(CUresult, cuIpcGetEventHandle, (CUipcEventHandle *pHandle, CUevent event))
 {
     PASS_GATE();

@@ -2,11 +2,12 @@
 #include "../intercept.h"
 #include "../objects.h"
 
-/* What the application asked for, not what it was rounded up to. */
+/* What the application asked for, not what it was rounded up to. Who asks for neither is left to the driver, which then
+ * does not look (measured: 0 for freed memory). */
 WRAP(CUresult, cuMemGetAddressRange_v2, (CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr))
 {
     PASS_GATE();
-    if (!entered_gate) return NEXT(cuMemGetAddressRange_v2, pbase, psize, dptr);
+    if (!entered_gate || (pbase == NULL && psize == NULL)) return NEXT(cuMemGetAddressRange_v2, pbase, psize, dptr);
     objects_lock();
     struct memory_mapping *mapping = mapping_around(dptr);
     bool is_allocation = mapping != NULL && mapping->object->kind == OBJECT_ALLOC;

@@ -2,7 +2,8 @@
 
 Party 0 makes the memory and offers it, the others take it. In each round one party writes all of it and every party checks every
 word. Party 0 leaves when FILE.leave is there beside the gate, and the others go on with its memory. What the memory is and how
-it is offered is the program's (vmm_share.py, cupy_share.py). Standard library only; real or software driver.
+it is offered is the program's (vmm_share.py, cupy_share.py). With --keep a party keeps its descriptors, which a checkpoint must not
+leave behind with the old memory, and an importer looks at the memory through them too. Standard library only; real or software driver.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 300.0  # a party may be suspended for a while
 FIRST_ROUNDS = 3
+LOOKS_BY_DESCRIPTOR = 8  # every so many rounds
 MOST_DESCRIPTORS = 16
 MOST_BYTES = 1 << 16
 PULSE = b"."
@@ -30,6 +32,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     """The options that both programs have."""
     options = ranks.parser(description, ranks=3)
     options.add_argument("--mib", type=int, default=64)
+    options.add_argument("--keep", action="store_true", help="keep the descriptors of the memory open")
     options.add_argument(
         "--tcp", action="store_true", help="with a TCP connection between each party and the coordinator"
     )
@@ -50,6 +53,9 @@ class Memory(Protocol):
 
     def is_right(self, number: int) -> bool:
         """Whether it holds the words of round `number`."""
+
+    def is_right_by(self, descriptors: list[int], number: int) -> bool:
+        """The same of what these descriptors are, which stay open."""
 
 
 class Channel:
@@ -148,13 +154,16 @@ def tell(channels: Sequence[Channel], message: dict[str, Any]) -> None:
 def party(args: argparse.Namespace, number: int, channel: Channel, memory: Memory) -> int:
     """One party."""
     lines, steps = ranks.Lines(args.out, number), 0
+    kept: list[int] = []
     if number == 0:
         offered, descriptors = memory.offer()
         channel.say(offered, descriptors)
-        for descriptor in descriptors:
+        for descriptor in () if args.keep else descriptors:
             os.close(descriptor)
     else:
-        memory.take(*channel.hear())
+        offered, descriptors = channel.hear()
+        kept = [os.dup(descriptor) for descriptor in descriptors if args.keep]
+        memory.take(offered, descriptors)
         channel.say({})
     while True:
         order, _ = channel.hear()
@@ -162,6 +171,8 @@ def party(args: argparse.Namespace, number: int, channel: Channel, memory: Memor
             memory.write(order["number"])
         elif order["do"] == "check":
             is_right = memory.is_right(order["number"])
+            if kept and order["number"] % LOOKS_BY_DESCRIPTOR == 0:
+                is_right = is_right and memory.is_right_by(kept, order["number"])
             lines.step(order["pass"], order["number"], ok=is_right)
             steps += order["pass"] == 2
             if not is_right:

@@ -71,6 +71,17 @@ class VmmMemory:
                     return False
         return True
 
+    def is_right_by(self, descriptors: list[int], number: int) -> bool:
+        again = VmmMemory(self._sizes, self._device)
+        handles = [call("cuMemImportFromShareableHandle", descriptor, POSIX_FD) for descriptor in descriptors]
+        again._map(handles)
+        is_right = again.is_right(number)
+        for handle, address, size in zip(handles, again._addresses, self._sizes, strict=True):
+            call("cuMemUnmap", address, size)
+            call("cuMemRelease", handle)
+            call("cuMemAddressFree", address, size)
+        return is_right
+
     def _objects(self, number: int) -> list[tuple[int, int, list[int]]]:
         """Address, size and the words of each stripe; the round, the object and the stripe tell them apart."""
         words = [[(number * 64 + which * STRIPES + at + 1) % 2**32 for at in range(STRIPES)] for which in range(2)]

@@ -5,9 +5,10 @@
  *   context_* context.c     contexts, the per-thread stack
  *   stream_*  stream.c      ordered work, one worker thread per stream
  *   memory_*  memory.c      address ranges; a device pointer is also a host address
- *   vmm_*     vmm.c         physical memory behind handles
+ *   vmm_*     vmm.c         physical memory behind handles; vmm_share.c: by descriptor
  *   module_*  module.c      functions by name
  *   save_*    save.c        moving device memory out and back
+ *   shared_event_*  shared_event.c  interprocess events
  */
 #ifndef DRIVER_H
 #define DRIVER_H
@@ -38,7 +39,7 @@
     }                                     \
     static CUresult name##_body params
 
-/* An exported call that this driver refuses: interprocess events and the like. */
+/* An exported call that this driver refuses. */
 #define REFUSED(name, params, code)  \
     EXPORT CUresult name params      \
     {                                \
@@ -103,6 +104,7 @@ CUcontext context_current(void);
 bool context_is_valid(CUcontext context);
 
 /* stream.c: the only lock of streams, events and captures */
+struct shared_event;
 enum op_kind { OP_COPY, OP_SET, OP_KERNEL, OP_HOST, OP_CALLBACK, OP_EVENT, OP_WAIT, OP_GRAPH, OP_FREE };
 struct kernel;
 struct kernel_args { uint64_t value[8], blocks; CUcontext context; };
@@ -124,6 +126,8 @@ struct op {
     CUgraphExec exec;
     struct dependency *waits;
     int wait_count;
+    struct shared_event *shared; /* OP_EVENT: reaches shared_number; OP_WAIT: waits for it */
+    uint64_t shared_number;
 };
 struct CUstream_st {
     uint64_t magic;
@@ -144,10 +148,16 @@ struct CUevent_st {
     uint64_t number;
     int64_t time_ns;
     struct capture *capture;
+    struct shared_event *shared; /* of an interprocess event, made here or opened; stays mapped, a stream may wait for it */
+    int shared_file;             /* its number where it was made here, else -1 */
     struct CUevent_st *next;
 };
+/* event.c; `shared` and its file's number of an interprocess event, else NULL and -1 */
+bool event_is_valid(CUevent event);
+CUresult event_new(CUevent *out, unsigned flags, struct shared_event *shared, int shared_file);
 extern pthread_mutex_t work_lock;
 extern pthread_cond_t work_progress;
+void stream_await_others(void); /* with work_lock held: a little, because other processes wake nobody here */
 CUresult stream_resolve(CUstream handle, CUstream *out);
 CUresult stream_open(CUcontext context, unsigned flags, int priority, bool is_default, CUstream *out);
 void stream_retire_all(CUcontext context);
@@ -212,19 +222,32 @@ void memory_close_arenas(void);
 void ipc_withdraw(struct range *range);
 bool ipc_has_opened(void);
 
+/* shared_event.c: what the processes that share an event see of it. All words only grow. */
+struct shared_event { uint64_t magic, recorded, reached; };
+struct shared_event *shared_event_make(int *number);
+void shared_event_end(int number);
+void shared_event_reach(struct shared_event *shared, uint64_t recorded);
+
 /* vmm.c */
 struct physical {
     uint64_t magic;
     size_t bytes;
     int device, fd, references, handle_types;
     bool is_imported;
+    bool is_host; /* memory of the host, of no device; a process with it is not restored (measured) */
     void *saved;
     struct physical *next;
 };
 extern struct physical *all_physical;
+#define HOST_MEMORY_NAME "software-gpu-host"
+struct physical *vmm_from_handle(CUmemGenericAllocationHandle handle); /* with driver_lock held, as the next */
+CUresult vmm_keep(struct physical content, CUmemGenericAllocationHandle *out);
 bool vmm_has_imports(void);
-int vmm_device_of_fd(int fd); /* -1: not of a device of ours */
+bool vmm_has_host(void); /* of this process's own */
 bool vmm_is_reserved(uint64_t address); /* with driver_lock held */
+
+/* vmm_share.c */
+int vmm_device_of_fd(int fd); /* -1: not of a device of ours */
 
 /* module.c and kernels.c */
 struct kernel {

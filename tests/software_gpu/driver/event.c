@@ -1,4 +1,4 @@
-/* Events: a place in a stream, and the time it was reached. */
+/* Events: a place in a stream, and the time it was reached; of interprocess events, how often it was reached by anybody. */
 #include <time.h>
 
 #include "driver.h"
@@ -8,13 +8,17 @@
 static CUevent all_events;
 
 static bool is_event(CUevent event) { return event && event->magic == EVENT_MAGIC; }
-static bool is_reached(CUevent event) { return !event->stream || event->stream->completed >= event->number; }
-
-API(cuEventCreate, (CUevent *out, unsigned flags), (out, flags))
+static bool is_reached(CUevent event)
 {
-    NEED(out, CUDA_ERROR_INVALID_VALUE);
-    NEED(context_current(), CUDA_ERROR_INVALID_CONTEXT);
-    NEED(!(flags & 4), CUDA_ERROR_NOT_SUPPORTED); /* interprocess events */
+    struct shared_event *shared = event->shared;
+    if (shared) return __atomic_load_n(&shared->reached, __ATOMIC_ACQUIRE) >= __atomic_load_n(&shared->recorded, __ATOMIC_ACQUIRE);
+    return !event->stream || event->stream->completed >= event->number;
+}
+
+bool event_is_valid(CUevent event) { return is_event(event); }
+
+CUresult event_new(CUevent *out, unsigned flags, struct shared_event *shared, int shared_file)
+{
     pthread_mutex_lock(&work_lock);
     CUevent event = all_events;
     while (event && event->magic) event = event->next;
@@ -28,6 +32,8 @@ API(cuEventCreate, (CUevent *out, unsigned flags), (out, flags))
         event->stream = NULL;
         event->capture = NULL;
         event->time_ns = 0;
+        event->shared = shared;
+        event->shared_file = shared_file;
     }
     pthread_mutex_unlock(&work_lock);
     NEED(event, CUDA_ERROR_OUT_OF_MEMORY);
@@ -35,13 +41,27 @@ API(cuEventCreate, (CUevent *out, unsigned flags), (out, flags))
     return CUDA_SUCCESS;
 }
 
+API(cuEventCreate, (CUevent *out, unsigned flags), (out, flags))
+{
+    int file = -1;
+    bool is_shared = flags & CU_EVENT_INTERPROCESS;
+    NEED(out, CUDA_ERROR_INVALID_VALUE);
+    NEED(context_current(), CUDA_ERROR_INVALID_CONTEXT);
+    NEED(!is_shared || (flags & CU_EVENT_DISABLE_TIMING), CUDA_ERROR_INVALID_VALUE);
+    struct shared_event *shared = is_shared ? shared_event_make(&file) : NULL;
+    NEED(shared || !is_shared, CUDA_ERROR_OPERATING_SYSTEM);
+    return event_new(out, flags, shared, file);
+}
+
 API(cuEventDestroy_v2, (CUevent event), (event))
 {
     NEED(is_event(event), CUDA_ERROR_INVALID_HANDLE);
     pthread_mutex_lock(&work_lock);
+    int file = event->shared_file;
     event->magic = 0;
     event->stream = NULL;
     pthread_mutex_unlock(&work_lock);
+    if (file > 0) shared_event_end(file);
     return CUDA_SUCCESS;
 }
 
@@ -82,7 +102,9 @@ API(cuEventSynchronize, (CUevent event), (event))
     NEED(is_event(event), CUDA_ERROR_INVALID_HANDLE);
     NEED(!event->capture, CUDA_ERROR_CAPTURED_EVENT);
     pthread_mutex_lock(&work_lock);
-    while (!is_reached(event)) pthread_cond_wait(&work_progress, &work_lock);
+    uint64_t recorded = event->shared ? __atomic_load_n(&event->shared->recorded, __ATOMIC_ACQUIRE) : 0;
+    while (event->shared && __atomic_load_n(&event->shared->reached, __ATOMIC_ACQUIRE) < recorded) stream_await_others();
+    while (!event->shared && !is_reached(event)) pthread_cond_wait(&work_progress, &work_lock);
     pthread_mutex_unlock(&work_lock);
     return CUDA_SUCCESS;
 }
@@ -112,6 +134,10 @@ static CUresult wait_locked(CUstream stream, CUevent event)
     }
     if (is_reached(event)) return CUDA_SUCCESS;
     NEED(!stream->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (event->shared) {
+        uint64_t recorded = __atomic_load_n(&event->shared->recorded, __ATOMIC_ACQUIRE);
+        return stream_submit_locked(stream, (struct op){.kind = OP_WAIT, .shared = event->shared, .shared_number = recorded}, &number);
+    }
     struct dependency *wait = malloc(sizeof *wait);
     NEED(wait, CUDA_ERROR_OUT_OF_MEMORY);
     *wait = (struct dependency){event->stream, event->number};

@@ -50,6 +50,7 @@ static void run_event(CUstream stream, const struct op *op)
     pthread_mutex_lock(&work_lock);
     if (op->event->stream == stream && op->event->number == op->number) op->event->time_ns = now;
     pthread_mutex_unlock(&work_lock);
+    if (op->shared) shared_event_reach(op->shared, op->shared_number);
 }
 
 static bool run_kernel(CUstream stream, struct op *op)

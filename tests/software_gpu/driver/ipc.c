@@ -2,8 +2,8 @@
  *
  * The handle says where the allocation lies in its process's arena; whoever opens it opens that memfd through /proc. A table at the
  * start of the arena tells which offers still hold. Memory of cuMemCreate, of pools and of modules is refused with
- * CUDA_ERROR_INVALID_VALUE, as the real driver does; so is a handle that is damaged, or whose memory or process is gone. The own
- * process's handle is CUDA_ERROR_INVALID_CONTEXT. Events between processes are refused.
+ * CUDA_ERROR_INVALID_VALUE, as the real driver does; so is a handle that is damaged, or whose memory is freed. One whose process is
+ * gone is CUDA_ERROR_INVALID_HANDLE (measured), and the own process's handle CUDA_ERROR_INVALID_CONTEXT.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -106,7 +106,8 @@ static struct range *opened_before(const struct ipc_name *name, CUcontext contex
 static CUresult map_arena(const struct content *content, int arena, CUcontext context, uint64_t *address)
 {
     int device = vmm_device_of_fd(arena);
-    NEED(device >= 0 && slot_of(arena, content->slot) == content->name.buffer_id, CUDA_ERROR_INVALID_VALUE);
+    NEED(device >= 0, CUDA_ERROR_INVALID_HANDLE); /* another process has the number now */
+    NEED(slot_of(arena, content->slot) == content->name.buffer_id, CUDA_ERROR_INVALID_VALUE);
     TRY(device_claim(device));
     size_t span = ROUND_UP(content->bytes, PAGE);
     void *mapped = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_SHARED, arena, (off_t)content->offset);
@@ -129,7 +130,7 @@ static CUresult open_handle(const struct content *content, CUcontext context, ui
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", content->name.pid, content->fd);
     int arena = open(path, O_RDWR | O_CLOEXEC);
-    NEED(arena >= 0, CUDA_ERROR_INVALID_VALUE);
+    NEED(arena >= 0, CUDA_ERROR_INVALID_HANDLE);
     CUresult rc = map_arena(content, arena, context, address);
     close(arena);
     return rc;
@@ -170,6 +171,3 @@ API(cuIpcCloseMemHandle, (CUdeviceptr address), (address))
     memory_free_address(address);
     return CUDA_SUCCESS;
 }
-
-REFUSED(cuIpcGetEventHandle, (void *handle, CUevent event), CUDA_ERROR_NOT_SUPPORTED)
-REFUSED(cuIpcOpenEventHandle, (CUevent *out, struct ipc_handle handle), CUDA_ERROR_NOT_SUPPORTED)

@@ -147,6 +147,7 @@ API(cuMemHostGetFlags, (unsigned *flags, void *address), (flags, address))
 API(cuMemGetAddressRange_v2, (CUdeviceptr *base, size_t *size, CUdeviceptr address), (base, size, address))
 {
     struct range range;
+    if (!base && !size) return CUDA_SUCCESS; /* measured: 0 for freed memory too */
     NEED(lookup(address, &range) == CUDA_SUCCESS, CUDA_ERROR_NOT_FOUND);
     if (base) *base = range.base;
     if (size) *size = range.size;
@@ -156,7 +157,7 @@ API(cuMemGetAddressRange_v2, (CUdeviceptr *base, size_t *size, CUdeviceptr addre
 /* Numbers are CUpointer_attribute. */
 static CUresult pointer_attribute(void *data, int attribute, uint64_t address, const struct range *range)
 {
-    bool is_host = range->kind == RANGE_HOST || range->kind == RANGE_REGISTERED;
+    bool is_host = range->kind == RANGE_HOST || range->kind == RANGE_REGISTERED || (range->physical && range->physical->is_host);
     switch (attribute) {
     case 1: *(CUcontext *)data = range->context; return CUDA_SUCCESS;
     case 2: *(unsigned *)data = is_host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE; return CUDA_SUCCESS;

@@ -4,6 +4,8 @@
  * so waits cannot form a ring. The legacy default stream waits for all blocking streams of its context and they for it.
  * Structs of destroyed streams and events are kept and used again (numbers go on), so a late waiter never meets freed memory.
  */
+#include <time.h>
+
 #include "driver.h"
 
 #define STREAM_MAGIC 0x6d61657274535753ull
@@ -12,6 +14,20 @@ pthread_mutex_t work_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t work_progress = PTHREAD_COND_INITIALIZER;
 static CUstream all_streams;
 static uint64_t next_id = 1;
+
+void stream_await_others(void)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 500000;
+    if (until.tv_nsec >= 1000000000) until = (struct timespec){until.tv_sec + 1, until.tv_nsec - 1000000000};
+    pthread_cond_timedwait(&work_progress, &work_lock, &until);
+}
+
+static bool waits_for_others(const struct op *op)
+{
+    return op->kind == OP_WAIT && op->shared && __atomic_load_n(&op->shared->reached, __ATOMIC_ACQUIRE) < op->shared_number;
+}
 
 static bool waits_are_over(const struct op *op)
 {
@@ -36,6 +52,7 @@ static void *stream_worker(void *argument)
         while (!stream->first) pthread_cond_wait(&stream->wake, &work_lock);
         struct op *op = stream->first;
         while (!waits_are_over(op)) pthread_cond_wait(&work_progress, &work_lock);
+        while (waits_for_others(op)) stream_await_others();
         stream->first = op->next;
         if (!stream->first) stream->last = NULL;
         pthread_mutex_unlock(&work_lock);
@@ -113,6 +130,8 @@ static CUresult enqueue(CUstream stream, struct op content, uint64_t *number)
     if (op->kind == OP_EVENT) {
         op->event->stream = stream;
         op->event->number = op->number;
+        op->shared = op->event->shared;
+        if (op->shared) op->shared_number = __atomic_add_fetch(&op->shared->recorded, 1, __ATOMIC_ACQ_REL);
     }
     if (stream->last) stream->last->next = op;
     else stream->first = op;

@@ -1,13 +1,11 @@
-/* Virtual memory management: reserved address ranges, physical memory behind handles, mappings, POSIX descriptors.
+/* Virtual memory management: reserved address ranges, physical memory behind handles, mappings.
  *
  * Physical memory is a memfd. A handle keeps one reference, each mapping another; the memory goes with the last one.
- * Only the creator may export: exporting an imported handle is an invalid argument, as measured on the real driver.
+ * Memory can be of a NUMA node of the host as well; its device is -1.
  */
 #define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdio.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "driver.h"
@@ -18,7 +16,7 @@ struct reservation { uint64_t base, size; struct reservation *next; };
 static struct reservation *reservations;
 struct physical *all_physical;
 
-static struct physical *from_handle(CUmemGenericAllocationHandle handle)
+struct physical *vmm_from_handle(CUmemGenericAllocationHandle handle)
 {
     for (struct physical *p = all_physical; p; p = p->next)
         if ((uint64_t)p == handle) return p;
@@ -31,12 +29,12 @@ static void drop(struct physical *physical)
     struct physical **link = &all_physical;
     while (*link != physical) link = &(*link)->next;
     *link = physical->next;
-    if (!physical->is_imported) device_give_back(physical->device, physical->bytes);
+    if (!physical->is_imported && !physical->is_host) device_give_back(physical->device, physical->bytes);
     close(physical->fd);
     free(physical);
 }
 
-static CUresult keep(struct physical content, CUmemGenericAllocationHandle *out)
+CUresult vmm_keep(struct physical content, CUmemGenericAllocationHandle *out)
 {
     struct physical *physical = malloc(sizeof *physical);
     NEED(physical, CUDA_ERROR_OUT_OF_MEMORY);
@@ -54,6 +52,13 @@ bool vmm_has_imports(void)
     for (struct physical *p = all_physical; p; p = p->next)
         if (p->is_imported) return true;
     return ipc_has_opened();
+}
+
+bool vmm_has_host(void)
+{
+    for (struct physical *p = all_physical; p; p = p->next)
+        if (p->is_host && !p->is_imported) return true;
+    return false;
 }
 
 bool vmm_is_reserved(uint64_t address)
@@ -133,8 +138,9 @@ API(cuMemAddressFree, (CUdeviceptr base, size_t size), (base, size))
 static CUresult check_properties(const CUmemAllocationProp *wanted)
 {
     NEED(wanted && wanted->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
-    NEED(wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_NOT_SUPPORTED);
-    NEED(device_is_valid(wanted->location.id), CUDA_ERROR_INVALID_DEVICE);
+    bool is_host = wanted->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
+    NEED(is_host || wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_NOT_SUPPORTED);
+    NEED(is_host ? wanted->location.id == 0 : device_is_valid(wanted->location.id), CUDA_ERROR_INVALID_DEVICE);
     NEED(!(wanted->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), CUDA_ERROR_NOT_SUPPORTED);
     return CUDA_SUCCESS;
 }
@@ -147,14 +153,32 @@ API(cuMemGetAllocationGranularity, (size_t *out, const CUmemAllocationProp *want
     return CUDA_SUCCESS;
 }
 
+static int host_memfd(size_t bytes)
+{
+    int fd = (int)syscall(SYS_memfd_create, HOST_MEMORY_NAME, 1u /* MFD_CLOEXEC */);
+    if (fd < 0 || ftruncate(fd, (off_t)bytes) == 0) return fd;
+    close(fd);
+    return -1;
+}
+
+static CUresult create_on_host(CUmemGenericAllocationHandle *out, size_t size, int handle_types)
+{
+    int fd = host_memfd(size);
+    NEED(fd >= 0, CUDA_ERROR_OUT_OF_MEMORY);
+    CUresult rc = vmm_keep((struct physical){.bytes = size, .device = -1, .fd = fd, .handle_types = handle_types, .is_host = true}, out);
+    if (rc != CUDA_SUCCESS) close(fd);
+    return rc;
+}
+
 static CUresult create_physical(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *wanted)
 {
     int device = wanted->location.id;
+    if (wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return create_on_host(out, size, wanted->requestedHandleTypes);
     TRY(device_claim(device));
     TRY(device_reserve(device, size));
     int fd = memory_new_memfd(device, size);
     CUresult rc = CUDA_ERROR_OUT_OF_MEMORY;
-    if (fd >= 0) rc = keep((struct physical){.bytes = size, .device = device, .fd = fd, .handle_types = wanted->requestedHandleTypes}, out);
+    if (fd >= 0) rc = vmm_keep((struct physical){.bytes = size, .device = device, .fd = fd, .handle_types = wanted->requestedHandleTypes}, out);
     if (rc != CUDA_SUCCESS) {
         if (fd >= 0) close(fd);
         device_give_back(device, size);
@@ -175,7 +199,7 @@ API(cuMemCreate, (CUmemGenericAllocationHandle *out, size_t size, const CUmemAll
 API(cuMemRelease, (CUmemGenericAllocationHandle handle), (handle))
 {
     pthread_mutex_lock(&driver_lock);
-    struct physical *physical = from_handle(handle);
+    struct physical *physical = vmm_from_handle(handle);
     if (physical) drop(physical);
     pthread_mutex_unlock(&driver_lock);
     return physical ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -183,7 +207,7 @@ API(cuMemRelease, (CUmemGenericAllocationHandle handle), (handle))
 
 static CUresult map(uint64_t base, size_t size, size_t offset, CUmemGenericAllocationHandle handle)
 {
-    struct physical *physical = from_handle(handle);
+    struct physical *physical = vmm_from_handle(handle);
     NEED(physical && offset + size <= physical->bytes && reservation_around(base, size), CUDA_ERROR_INVALID_VALUE);
     NEED(!overlaps_mapping(base, size), CUDA_ERROR_ALREADY_MAPPED);
     void *mapped = mmap((void *)base, size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->fd, (off_t)offset);
@@ -252,14 +276,22 @@ static CUresult set_access(uint64_t base, size_t size, int device, int access)
     return CUDA_SUCCESS;
 }
 
+/* A device, -1: the host, which reaches its own memory alone, -2: neither. */
+static int place_of(const CUmemLocation *location, const struct range *range)
+{
+    bool is_host = range && range->physical && range->physical->is_host;
+    if (location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA && location->id == 0 && is_host) return -1;
+    return location->type == CU_MEM_LOCATION_TYPE_DEVICE && device_is_valid(location->id) ? location->id : -2;
+}
+
 API(cuMemSetAccess, (CUdeviceptr base, size_t size, const CUmemAccessDesc *wanted, size_t count), (base, size, wanted, count))
 {
     NEED(wanted && count > 0 && size, CUDA_ERROR_INVALID_VALUE);
     CUresult rc = CUDA_SUCCESS;
     pthread_mutex_lock(&driver_lock);
     for (size_t n = 0; n < count && rc == CUDA_SUCCESS; n++) {
-        bool ok = wanted[n].location.type == CU_MEM_LOCATION_TYPE_DEVICE && device_is_valid(wanted[n].location.id);
-        rc = ok ? set_access(base, size, wanted[n].location.id, wanted[n].flags) : CUDA_ERROR_INVALID_VALUE;
+        int device = place_of(&wanted[n].location, range_find(base));
+        rc = device >= -1 ? set_access(base, size, device, wanted[n].flags) : CUDA_ERROR_INVALID_VALUE;
     }
     pthread_mutex_unlock(&driver_lock);
     return rc;
@@ -270,8 +302,9 @@ API(cuMemGetAccess, (unsigned long long *flags, const CUmemLocation *location, C
     NEED(flags && location, CUDA_ERROR_INVALID_VALUE);
     pthread_mutex_lock(&driver_lock);
     struct range *range = range_find(address);
-    bool ok = range && range->kind == RANGE_MAPPED && device_is_valid(location->id);
-    if (ok) *flags = location->id == range->device ? (unsigned long long)range->access : range->peer_access[location->id];
+    int device = place_of(location, range);
+    bool ok = range && range->kind == RANGE_MAPPED && device >= -1;
+    if (ok) *flags = device == range->device ? (unsigned long long)range->access : range->peer_access[device];
     pthread_mutex_unlock(&driver_lock);
     return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
@@ -294,59 +327,11 @@ API(cuMemGetAllocationPropertiesFromHandle, (CUmemAllocationProp *out, CUmemGene
 {
     NEED(out, CUDA_ERROR_INVALID_VALUE);
     pthread_mutex_lock(&driver_lock);
-    struct physical *physical = from_handle(handle);
+    struct physical *physical = vmm_from_handle(handle);
     if (physical)
         *out = (CUmemAllocationProp){.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = physical->handle_types,
                                      .location = {CU_MEM_LOCATION_TYPE_DEVICE, physical->device}};
+    if (physical && physical->is_host) out->location = (CUmemLocation){CU_MEM_LOCATION_TYPE_HOST_NUMA, 0};
     pthread_mutex_unlock(&driver_lock);
     return physical ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API(cuMemExportToShareableHandle, (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
-{
-    NEED(out && flags == 0 && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
-    pthread_mutex_lock(&driver_lock);
-    struct physical *physical = from_handle(handle);
-    bool ok = physical && !physical->is_imported && (physical->handle_types & type);
-    int fd = ok ? fcntl(physical->fd, F_DUPFD_CLOEXEC, 0) : -1;
-    pthread_mutex_unlock(&driver_lock);
-    NEED(ok, CUDA_ERROR_INVALID_VALUE);
-    NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
-    *(int *)out = fd;
-    return CUDA_SUCCESS;
-}
-
-/* The device a descriptor of ours belongs to, from the memfd's name; -1 for anything else. */
-int vmm_device_of_fd(int fd)
-{
-    char link[64], target[128] = "", uuid[41];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    if (readlink(link, target, sizeof target - 1) < 0 || strncmp(target, "/memfd:software-gpu:", 20) != 0) return -1;
-    for (int n = 0; n < device_count; n++) {
-        uuid_text(devices[n].uuid, uuid);
-        if (!strncmp(target + 20, uuid, 40)) return n;
-    }
-    return -1;
-}
-
-static CUresult import_fd(CUmemGenericAllocationHandle *out, int shared)
-{
-    struct stat seen;
-    int device = vmm_device_of_fd(shared);
-    NEED(device >= 0 && fstat(shared, &seen) == 0, CUDA_ERROR_INVALID_VALUE);
-    TRY(device_claim(device));
-    int fd = fcntl(shared, F_DUPFD_CLOEXEC, 0);
-    NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
-    CUresult rc = keep((struct physical){.bytes = (size_t)seen.st_size, .device = device, .fd = fd, .handle_types = 1, .is_imported = true}, out);
-    if (rc != CUDA_SUCCESS) close(fd);
-    return rc;
-}
-
-API(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *out, void *shared, int type), (out, shared, type))
-{
-    NEED(out && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
-    pthread_mutex_lock(&driver_lock);
-    CUresult rc = import_fd(out, (int)(intptr_t)shared);
-    pthread_mutex_unlock(&driver_lock);
-    return rc;
 }

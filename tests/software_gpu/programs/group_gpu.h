@@ -75,7 +75,7 @@ CALLS(DECLARE)
 
 struct options {
     const char *out, *mode, *share;
-    long ranks, devices, mib, interval_ms, step_limit, ahead, epoch, check_all, beat_ms, stall_rank, stall_step, fork_server, keep_going;
+    long ranks, devices, mib, interval_ms, step_limit, ahead, epoch, check_all, beat_ms, stall_rank, stall_step, fork_server, keep_going, hold, send_late_ms, take_late_ms;
     word seed;
 };
 
@@ -246,6 +246,17 @@ static void stall(const struct rank *rank, word step)
     if (rank->options->stall_rank != rank->number || (word)rank->options->stall_step != step) return;
     snprintf(path, sizeof path, "%s.go", rank->options->out);
     while (access(path, F_OK) != 0) pause_ms(10);
+}
+
+/* --send-late, --take-late: what the rank is about to do, for whoever wants to come in between. */
+static void come_late(const struct rank *rank, const char *after, long milliseconds)
+{
+    char path[600], line[80];
+    if (!milliseconds) return;
+    snprintf(path, sizeof path, "%s.late", rank->options->out);
+    snprintf(line, sizeof line, "rank %d %s\n", rank->number, after);
+    append_to(path, line);
+    pause_ms(milliseconds);
 }
 
 /* Between 0 and twice --interval, another time for each rank and step. */

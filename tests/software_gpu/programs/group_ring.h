@@ -12,6 +12,7 @@
 
 #define FLAGS 64
 #define ACK (FLAGS - 1)
+#define PROOFS 32 /* from here on a word for each rank, see shared_check */
 
 struct ring {
     struct rank rank;
@@ -61,6 +62,14 @@ static void set_base(struct ring *ring)
     ring->base_sum = sum_of(ring->base, ring->words);
 }
 
+static void await_neighbours(const struct ring *ring)
+{
+    tell_number(&ring->rank, ring->left_rank, 0);
+    tell_number(&ring->rank, ring->right_rank, 0);
+    hear_number(&ring->rank, ring->left_rank);
+    hear_number(&ring->rank, ring->right_rank);
+}
+
 /* Members are the ranks 0 to size - 1. Two members are each other's left and right. */
 static void ring_join(struct ring *ring, int size, word step)
 {
@@ -71,6 +80,7 @@ static void ring_join(struct ring *ring, int size, word step)
     ring->chunk = ring->words / (word)size;
     set_base(ring);
     set_flags(ring, step);
+    await_neighbours(ring); /* a descriptor must not lie in a socket until somebody comes for it */
     shared_offer(&ring->rank, &ring->own, ring->right_rank);
     if (size > 2) shared_offer(&ring->rank, &ring->own, ring->left_rank);
     ring->left = shared_take(&ring->rank, ring->left_rank);
@@ -82,10 +92,7 @@ static void ring_leave(struct ring *ring)
 {
     shared_drop(&ring->left);
     if (ring->size > 2) shared_drop(&ring->right);
-    tell_number(&ring->rank, ring->left_rank, 0);
-    tell_number(&ring->rank, ring->right_rank, 0);
-    hear_number(&ring->rank, ring->left_rank);
-    hear_number(&ring->rank, ring->right_rank);
+    await_neighbours(ring);
 }
 
 static void launch_hop(struct ring *ring, int hop)
@@ -144,6 +151,14 @@ static word counted_by_all(const struct ring *ring, word step, word guest_joined
     return !strcmp(options->mode, "guests") && ring->size == options->ranks ? all - guest_joined : all;
 }
 
+static void check_kept(struct ring *ring, word step)
+{
+    const struct rank *rank = &ring->rank;
+    int number = PROOFS + rank->number;
+    shared_check(rank, &ring->left, flag(ring, &ring->left, number) - ring->left.address, step);
+    if (ring->size > 2) shared_check(rank, &ring->right, flag(ring, &ring->right, number) - ring->right.address, step);
+}
+
 /* Every other rank launches --ahead steps before it waits for them. */
 static void ring_steps(struct ring *ring, word first, word last)
 {
@@ -155,6 +170,7 @@ static void ring_steps(struct ring *ring, word first, word last)
         else launch_step(ring);
         ring->total_wanted += ring->base_sum + ring->words * counted_by_all(ring, step, first - 1);
         if (step % ahead == 0 || step == last) check_steps(ring, step, counted_by_all(ring, step, first - 1));
+        if (options->hold && step % 4 == 0) check_kept(ring, step);
         take_its_time(&ring->rank, step);
     }
 }

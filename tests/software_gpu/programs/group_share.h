@@ -15,7 +15,7 @@
 
 enum way { BY_DESCRIPTOR, BY_HANDLE };
 
-struct shared { CUdeviceptr address; size_t bytes; enum way way; bool is_import; };
+struct shared { CUdeviceptr address; size_t bytes; enum way way; bool is_import; int fd; }; /* fd: 0 when none is kept */
 
 struct message { enum way way; size_t bytes; word number; struct ipc_handle handle; };
 
@@ -133,14 +133,16 @@ static void shared_offer(const struct rank *rank, const struct shared *shared, i
         CHECK(cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
         CHECK(cuMemRelease(handle));
     }
+    if (fd >= 0) come_late(rank, "has exported", rank->options->send_late_ms);
     tell(mesh[rank->number][peer], &message, fd);
-    if (fd >= 0) close(fd);
+    if (fd >= 0 && !rank->options->hold) close(fd);
 }
 
 static struct shared shared_take(const struct rank *rank, int peer)
 {
     CUmemGenericAllocationHandle handle;
     int fd;
+    come_late(rank, "has not received", rank->options->take_late_ms);
     struct message message = hear(mesh[rank->number][peer], &fd);
     struct shared shared = {.bytes = message.bytes, .way = message.way, .is_import = true};
     if (message.way == BY_HANDLE) {
@@ -148,14 +150,31 @@ static struct shared shared_take(const struct rank *rank, int peer)
         return shared;
     }
     CHECK(cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
-    close(fd);
+    if (rank->options->hold) shared.fd = fd;
+    else close(fd);
     shared.address = map_handle(rank, handle, shared.bytes);
     return shared;
+}
+
+/* --hold: the descriptor that was kept still is of the memory that is mapped; the word at `place` is this rank's alone. */
+static void shared_check(const struct rank *rank, const struct shared *shared, size_t place, word step)
+{
+    CUmemGenericAllocationHandle handle;
+    if (!shared->is_import || shared->fd <= 0) return;
+    CHECK(cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)shared->fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    CUdeviceptr again = map_handle(rank, handle, shared->bytes);
+    write_word(again + place, step);
+    CHECK(cuMemcpyDtoHAsync_v2(rank->host, shared->address + place, 8, rank->stream));
+    CHECK(cuStreamSynchronize(rank->stream));
+    if (rank->host[0] != step) report_wrong(rank, step, "descriptor", place, rank->host[0], step);
+    CHECK(cuMemUnmap(again, shared->bytes));
+    CHECK(cuMemAddressFree(again, shared->bytes));
 }
 
 /* No work may use it any more. */
 static void shared_drop(const struct shared *shared)
 {
+    if (shared->fd > 0) close(shared->fd);
     if (shared->way == BY_DESCRIPTOR) {
         CHECK(cuMemUnmap(shared->address, shared->bytes));
         CHECK(cuMemAddressFree(shared->address, shared->bytes));

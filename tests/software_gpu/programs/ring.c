@@ -8,6 +8,8 @@
  * --devices. --interval is a mean in ms, drawn anew for each rank and step; every other rank launches --ahead steps at once.
  * --fork-server 1 forks the ranks from a process of their own. --beat MS: each rank also counts in a second stream and says so in FILE.beat.
  * --stall-rank, --stall-step: that rank does not come before FILE.go is there. --keep-going 1: a rank that ends does not end the others.
+ * --hold 1: descriptors of shared memory stay open, and in the ring modes importers map them again and again. --send-late MS and
+ * --take-late MS: so long between exporting and sending, and before receiving; FILE.late says who has come so far.
  *
  * The parent makes no CUDA. A rank appends "rank R step N sum S ok" to FILE; a wrong word says WRONG and ends with status 3, a
  * failed CUDA call with 2, a lost peer with 4. SIGTERM and SIGINT end all with 0. Runs on a real driver and on the software one.
@@ -176,7 +178,8 @@ static bool set_option(struct options *options, const char *name, const char *va
         {"--interval", &options->interval_ms, NULL}, {"--step-limit", &options->step_limit, NULL}, {"--ahead", &options->ahead, NULL},
         {"--epoch", &options->epoch, NULL}, {"--check-all", &options->check_all, NULL}, {"--beat", &options->beat_ms, NULL},
         {"--stall-rank", &options->stall_rank, NULL}, {"--stall-step", &options->stall_step, NULL},
-        {"--fork-server", &options->fork_server, NULL}, {"--keep-going", &options->keep_going, NULL},
+        {"--fork-server", &options->fork_server, NULL}, {"--keep-going", &options->keep_going, NULL}, {"--hold", &options->hold, NULL},
+        {"--send-late", &options->send_late_ms, NULL}, {"--take-late", &options->take_late_ms, NULL},
     };
     for (size_t n = 0; n < sizeof known / sizeof *known; n++) {
         if (strcmp(known[n].name, name) != 0) continue;
