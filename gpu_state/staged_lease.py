@@ -15,14 +15,42 @@ from gpu_state.shared_objects import ImportedObject
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedDescriptor:
+    """A number of the application's that named the object `of`: while the memory is away, a placeholder with this token is there."""
+
+    number: int
+    of: str
+    closes_on_exec: bool
+    token: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of the journal and of the agent's answers; that of the record."""
+        return {
+            "number": self.number,
+            "of": self.of,
+            "closeOnExec": self.closes_on_exec,
+            "token": f"{self.token:016x}",
+        }
+
+    @classmethod
+    def from_json(cls, doc: dict[str, Any]) -> ParkedDescriptor:
+        """Read the journal's form."""
+        return cls(doc["number"], doc["of"], doc["closeOnExec"], int(doc["token"], 16))
+
+
+@dataclass(frozen=True, slots=True)
 class StagedProcess:
-    """One process in staged mode, and the objects that it gives away; imports are objects of others that it has mapped."""
+    """One process in staged mode, and the objects that it gives away; imports are objects of others that it has mapped.
+
+    `descriptors` are those of the application itself.
+    """
 
     identity: ProcessIdentity
     comm: str
     ns_pid: int
     objects: tuple[DeviceObject, ...] = ()
     imports: tuple[ImportedObject, ...] = ()
+    descriptors: tuple[ParkedDescriptor, ...] = ()
 
     @property
     def pid(self) -> int:
@@ -41,6 +69,10 @@ class StagedProcess:
         """Id -> name of the object, of everything that the process needs back."""
         return {held.id: self.name_of(held.id) for held in self.objects} | {held.id: held.of for held in self.imports}
 
+    def objects_wanted(self) -> set[str]:
+        """The names of all objects that the process needs to hand."""
+        return {*self.wanted().values(), *(parked.of for parked in self.descriptors)}
+
     def to_json(self) -> dict[str, Any]:
         """The journal's form."""
         return {
@@ -50,6 +82,7 @@ class StagedProcess:
             "ns_pid": self.ns_pid,
             "objects": [held.to_json() for held in self.objects],
             "imports": [held.to_json() for held in self.imports],
+            "descriptors": [parked.to_json() for parked in self.descriptors],
         }
 
     @classmethod
@@ -60,8 +93,9 @@ class StagedProcess:
             doc["comm"],
             doc["ns_pid"],
             tuple(map(DeviceObject.from_json, doc["objects"])),
-            # An agent of before this member held none.
+            # An agent of before these members held none.
             tuple(map(ImportedObject.from_json, doc.get("imports", ()))),
+            tuple(map(ParkedDescriptor.from_json, doc.get("descriptors", ()))),
         )
 
 
@@ -82,6 +116,10 @@ class StagedPart:
     def sizes(self) -> dict[str, int]:
         """Name -> bytes, of every object; each is there once, however many processes have it mapped."""
         return {name: held.size for process in self.processes for name, held in process.names().items()}
+
+    def tokens(self) -> dict[int, str]:
+        """Token -> the object that a placeholder with it stands for, whichever process has it by now."""
+        return {parked.token: parked.of for process in self.processes for parked in process.descriptors}
 
     @property
     def bytes(self) -> int:

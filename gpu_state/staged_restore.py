@@ -20,7 +20,7 @@ from gpu_state.deadline import Deadline
 from gpu_state.preload_link import close_all
 from gpu_state.preload_objects import DeviceObject, Mapping
 from gpu_state.shared_objects import ImportedObject
-from gpu_state.staged_lease import StagedPart, StagedProcess
+from gpu_state.staged_lease import ParkedDescriptor, StagedPart, StagedProcess
 from image_format.verifying import read_claims
 from vgpu_errors import Cancelled, ContentMismatch, RestoreFailed, VgpuError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpu_state.inventory import FoundProcess
     from gpu_state.phases import Phases
     from gpu_state.staging_seam import Staging
-    from image_format.gpu_objects import ImportEntry, ObjectEntry
+    from image_format.gpu_objects import DescriptorEntry, ImportEntry, ObjectEntry
     from image_format.record import Record
 
 # The worker hears that nobody waits within a slice, or is killed (worker_client.py).
@@ -48,6 +48,7 @@ class WantedProcess:
     comm: str
     objects: tuple[DeviceObject, ...]
     imports: tuple[ImportedObject, ...] = ()
+    descriptors: tuple[ParkedDescriptor, ...] = ()
 
 
 class Prefill:
@@ -114,7 +115,7 @@ class Prefill:
             if process is None:
                 raise RestoreFailed(what=f"process {wanted.ns_pid} ({wanted.comm}) of the checkpoint has not come back")
             found_as = process.identity, wanted.comm, wanted.ns_pid
-            processes.append(StagedProcess(*found_as, wanted.objects, wanted.imports))
+            processes.append(StagedProcess(*found_as, wanted.objects, wanted.imports, wanted.descriptors))
         return StagedPart(tuple(processes), self._store, is_complete=True)
 
     def close(self) -> None:
@@ -167,7 +168,11 @@ def wanted_processes(record: Record) -> tuple[WantedProcess, ...]:
     """The record's staged processes."""
     return tuple(
         WantedProcess(
-            process.ns_pid, process.comm, tuple(map(_object, process.objects)), tuple(map(_import, process.imports))
+            process.ns_pid,
+            process.comm,
+            tuple(map(_object, process.objects)),
+            tuple(map(_import, process.imports)),
+            tuple(map(_parked, process.descriptors)),
         )
         for process in record.processes
         if process.mode == "staged"
@@ -187,6 +192,10 @@ def _object(entry: ObjectEntry) -> DeviceObject:
 def _import(entry: ImportEntry) -> ImportedObject:
     told = entry.id, entry.of, entry.kind, entry.size, entry.requested, entry.device, entry.uuid
     return ImportedObject(*told, _mappings(entry))
+
+
+def _parked(entry: DescriptorEntry) -> ParkedDescriptor:
+    return ParkedDescriptor(entry.number, entry.of, entry.closes_on_exec, entry.token)
 
 
 def _mappings(entry: ObjectEntry | ImportEntry) -> tuple[Mapping, ...]:

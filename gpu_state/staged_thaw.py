@@ -4,7 +4,8 @@ Goes by the phase that each preload reports and by what is at hand, not by what 
 a wanted thaw, the undo of a freeze that failed anywhere, a restore, and an agent whose predecessor was killed.
 Runs after the driver has restored and unlocked the process (thaw.py) and the control socket is back.
 
-For each process: wait for its preload; where its memory was given away, hand it back (MAP), imports with the rest; then OPEN.
+For each process: wait for its preload; where its memory was given away, hand it back (MAP), imports with the rest; then, with all
+memory back, the application's own descriptors, whose placeholders may have come to other processes meanwhile; then OPEN.
 A process that has ended keeps nobody waiting, and its objects are still there for those that have imported them.
 Memory comes from descriptors in this agent, from the keeper, or is made anew from the store, in this order; where none of
 them has it, DeviceContentLost names it and the gate stays closed: the process would read nothing of its own.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpu_state.deadline import Deadline
 from gpu_state.driver import ProcessState
+from gpu_state.open_descriptors import placeholders_of
 from gpu_state.phases import Phases
 from gpu_state.preload_link import close_all
 from gpu_state.thaw import for_each, raise_first
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 UNDO_S = 30.0
 ATTEMPTS = 3
+GIVINGS = 3
 _LOOK_S = 0.01
 log = logging.getLogger("vgpu-agent")
 
@@ -116,6 +119,8 @@ class StagedThaw:
             self._marks.add(self._container, [process.identity for process in ready if self._needs_memory(process)])
             self._bring_memory(part, ready)
             failures += for_each(self._pairs(ready), lambda pair: self._map(part, wanted[pair[0]]))
+            mapped = self._without(processes, failures)
+            failures += for_each(self._pairs(mapped), lambda pair: self._give_descriptors(part, wanted[pair[0]]))
         mapped = self._without(processes, failures)
         with self._phases("open"):
             failures += for_each(self._pairs(mapped), lambda pair: self._open(pair[0]))
@@ -144,7 +149,7 @@ class StagedThaw:
             return False  # gone, or no CUDA yet
 
     def _bring_memory(self, part: StagedPart, processes: Sequence[StagedProcess]) -> None:
-        names = {name for process in processes if self._needs_memory(process) for name in process.wanted().values()}
+        names = {name for process in processes if self._needs_memory(process) for name in process.objects_wanted()}
         if names:
             self._memory.have(part, names, self._deadline)
 
@@ -174,7 +179,22 @@ class StagedThaw:
     def _fds_of(self, part: StagedPart, process: StagedProcess) -> dict[int, int]:
         """One open file for each object, to exporter and importers alike: by it the next freeze knows it as one."""
         wanted = process.wanted()
-        missing = [name for name in dict.fromkeys(wanted.values()) if name not in self._memory.fds]
+        self._refuse_lost(part, process, wanted.values())
+        return {number: self._memory.fds[name] for number, name in wanted.items()}
+
+    def _give_descriptors(self, part: StagedPart, process: StagedProcess) -> None:
+        """The same open files under the numbers where placeholders are by now; a thread may still send one to another process."""
+        tokens = part.tokens()
+        for _ in range(GIVINGS if tokens else 0):
+            link = self._preloads.links(self._container).get(process.pid)
+            found = placeholders_of([process.pid], tokens)
+            if link is None or link.phase == "open" or not found:
+                return
+            self._refuse_lost(part, process, (tokens[token] for _, token in found))
+            link.give([(place, self._memory.fds[tokens[token]]) for place, token in found], self._deadline)
+
+    def _refuse_lost(self, part: StagedPart, process: StagedProcess, names: Iterable[str]) -> None:
+        missing = [name for name in dict.fromkeys(names) if name not in self._memory.fds]
         if missing:
             sizes = part.sizes()
             lost = sum(sizes.get(name, 0) for name in missing)
@@ -182,7 +202,6 @@ class StagedThaw:
                 pid=process.pid, comm=process.comm, container=self._container,
                 what=f"{lost} bytes in {len(missing)} objects, {missing[0]} the first of them, are held by no one any more",
             )  # fmt: skip
-        return {number: self._memory.fds[name] for number, name in wanted.items()}
 
     def _open(self, identity: ProcessIdentity) -> None:
         while identity.is_alive():

@@ -179,6 +179,8 @@ def _process_facts(process: ProcessEntry) -> dict[str, Any]:
     doc["objects"] = len(process.objects)
     if process.imports:
         doc["imports"] = {str(entry.id): {"of": entry.of, "kind": entry.kind} for entry in process.imports}
+    if process.descriptors:  # a token is another one each time
+        doc["descriptors"] = {str(entry.number): entry.of for entry in process.descriptors}
     return dict(_leaves(doc, ""))
 
 

@@ -2,6 +2,7 @@
 
 An object is a piece of physical GPU memory; a mapping puts a part of it at an address that the application knows.
 An import is another process's object in this one: it has mappings of its own and no content.
+A descriptor is a number of the application's own that names an object, with a placeholder under it in the CPU side's files.
 `check_objects` holds the record's objects against the index's VRAM regions: the same objects, nothing twice.
 Parses at the edge; refuses mappings outside of their object. The agent writes it, restore reads it. Pure.
 """
@@ -31,9 +32,11 @@ IMPORT_KINDS = ("import", "opened")
 KINDS = ("alloc", "vmm", *IMPORT_KINDS)
 MAX_DEVICE = (1 << 16) - 1
 MAX_FLAGS = (1 << 32) - 1
+MAX_NUMBER = (1 << 31) - 1
 
 _ADDRESS = re.compile(r"0x[1-9a-f][0-9a-f]{0,15}")
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_TOKEN = re.compile(r"[0-9a-f]{16}")
 _ADDRESS_END = 1 << 64
 
 
@@ -196,6 +199,41 @@ class ImportEntry:
         }
 
 
+@dataclass(frozen=True)
+class DescriptorEntry:
+    """A number of the process that named the object `of`; the placeholder that CRIU brings back under it has the token."""
+
+    number: int
+    of: str
+    closes_on_exec: bool
+    token: int
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> DescriptorEntry:
+        """Parse one of `descriptors`; whether the object is there is told by `gpu_processes.check_shared`."""
+        number, token = fields.integer("number"), fields.text("token")
+        if number > MAX_NUMBER:
+            raise ImageError(where=fields.path("number"), what=f"must not exceed {MAX_NUMBER}")
+        if not _TOKEN.fullmatch(token):
+            raise ImageError(where=fields.path("token"), what="must be 16 digits of lower-case hex")
+        of = read_object_name(fields.text("of"), fields.path("of"))
+        return cls(number, of, _read_claim(fields, "closeOnExec"), int(token, 16), fields.unknown())
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that is written."""
+        doc = {"number": self.number, "of": self.of, "closeOnExec": self.closes_on_exec}
+        return self.unknown | doc | {"token": f"{self.token:016x}"}
+
+
+def read_descriptors(fields: Fields) -> tuple[DescriptorEntry, ...]:
+    """`descriptors` of a process: each number once; absent where there are none."""
+    entries = tuple(map(DescriptorEntry.from_json, fields.objects("descriptors"))) if fields.has("descriptors") else ()
+    if len({entry.number for entry in entries}) != len(entries):
+        raise ImageError(where=fields.path("descriptors"), what="two of them have the same number")
+    return entries
+
+
 def read_objects(fields: Fields) -> tuple[tuple[ObjectEntry, ...], tuple[ImportEntry, ...]]:
     """`objects` and `imports` of a process: ids differ, addresses do not overlap; either is absent where there are none."""
     objects = tuple(map(ObjectEntry.from_json, fields.objects("objects"))) if fields.has("objects") else ()
@@ -258,6 +296,13 @@ def check_objects(processes: Iterable[ProcessEntry], index: Index, *, where: str
         region = regions[name]
         if (entry.size, entry.device, _uuid_bytes(entry.uuid)) != (region.length, region.device, region.uuid):
             raise ImageError(where=where, what=f"GPU object {name} differs from the index in size or device")
+
+
+def _read_claim(fields: Fields, key: str) -> bool:
+    value = fields.any(key)
+    if not isinstance(value, bool):
+        raise ImageError(where=fields.path(key), what="must be true or false")
+    return value
 
 
 def _read_requested(fields: Fields, size: int) -> int:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from image_format.gpu_objects import STAGED, ImportEntry, ObjectEntry, object_name, read_objects
+from image_format.gpu_objects import (
+    STAGED,
+    DescriptorEntry,
+    ImportEntry,
+    ObjectEntry,
+    object_name,
+    read_descriptors,
+    read_objects,
+)
 from vgpu_errors import ImageError
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ class ProcessEntry:
     objects: tuple[ObjectEntry, ...] = ()
     unknown: dict[str, Any] = field(default_factory=dict)
     imports: tuple[ImportEntry, ...] = ()
+    descriptors: tuple[DescriptorEntry, ...] = ()
 
     @classmethod
     def from_json(cls, fields: Fields) -> ProcessEntry:
@@ -43,6 +52,7 @@ class ProcessEntry:
             gpu_bytes=fields.integer_or_none("gpuBytes"),
             objects=objects,
             imports=imports,
+            descriptors=read_descriptors(fields),
             unknown=fields.unknown(),
         )
 
@@ -53,18 +63,19 @@ class ProcessEntry:
             "gpuBytes": self.gpu_bytes,
             "objects": [entry.to_json() for entry in self.objects] or None,
             "imports": [entry.to_json() for entry in self.imports] or None,
+            "descriptors": [entry.to_json() for entry in self.descriptors] or None,
         }
         return self.unknown | doc | {key: value for key, value in more.items() if value is not None}
 
     @property
     def is_staged(self) -> bool:
         """Its memory lies in packs, and a gate keeps it still until that is back."""
-        return self.mode == STAGED or bool(self.objects or self.imports)
+        return self.mode == STAGED or bool(self.objects or self.imports or self.descriptors)
 
     @property
     def is_sharing(self) -> bool:
-        """It has memory of another process, which only a reader that knows `shared` gives back."""
-        return bool(self.imports) or any(entry.is_orphan for entry in self.objects)
+        """It has memory of another process, or names some by descriptor, which only a reader that knows `shared` gives back."""
+        return bool(self.imports or self.descriptors) or any(entry.is_orphan for entry in self.objects)
 
     def names(self) -> set[str]:
         """What it has: its objects and imports, as references name them."""
@@ -98,8 +109,11 @@ def objects_by_name(processes: Sequence[ProcessEntry]) -> dict[str, ObjectEntry]
 
 
 def check_shared(processes: Sequence[ProcessEntry], at: str) -> None:
-    """Refuse an import whose object is not there, is the process's own, or is not what the import says it is."""
-    if not any(process.imports for process in processes):
+    """Refuse an import whose object is not there, is the process's own, or is not what the import says it is.
+
+    And a descriptor of an object that is not there.
+    """
+    if not any(process.imports or process.descriptors for process in processes):
         return
     objects = objects_by_name(processes)
     imports = {object_name(process.ns_pid, entry.id) for process in processes for entry in process.imports}
@@ -108,6 +122,10 @@ def check_shared(processes: Sequence[ProcessEntry], at: str) -> None:
             fault = _reference_fault(process, entry, objects, imports)
             if fault is not None:
                 raise ImageError(where=f"{at}[{n}].imports[{m}].{fault[0]}", what=fault[1])
+        for m, named in enumerate(process.descriptors):
+            if named.of not in objects:
+                where = f"{at}[{n}].descriptors[{m}].of"
+                raise ImageError(where=where, what=f"{named.of} is no object of this checkpoint")
 
 
 def _reference_fault(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from image_format.fields import Fields
-from image_format.gpu_objects import ImportEntry, ObjectEntry
+from image_format.gpu_objects import DescriptorEntry, ImportEntry, ObjectEntry
 from oci_hook.control_directory import MODE_NAME, control_path
 from runtime_shim import debug_log
 
@@ -43,6 +43,7 @@ class StagedSide:
         self._has_staged = False
         self._objects: Mapping[str, Any] = {}
         self._imports: Mapping[str, Any] = {}
+        self._descriptors: Mapping[str, Any] = {}
         # What the processes told of their communication libraries: lists `communicators` and `nvshmem`, as in the record.
         self.groups: Mapping[str, Any] = {}
         self._reasons: dict[int, str] = {}
@@ -83,6 +84,7 @@ class StagedSide:
             done = agent.request("drain", args, deadline_s=deadline_s + ANSWER_S, on_event=progress.event)
         self._objects = done["staged"]["objects"]
         self._imports = done["staged"].get("imports") or {}
+        self._descriptors = done["staged"].get("descriptors") or {}
         self.groups = done["staged"].get("groups") or {}
         return Path(done["fragment"]) if done["fragment"] else None
 
@@ -101,7 +103,10 @@ class StagedSide:
         where, key = f"process {entry.ns_pid}", str(entry.ns_pid)
         objects = (ObjectEntry.from_json(Fields(doc, f"objects of {where}")) for doc in self._objects.get(key, []))
         imports = (ImportEntry.from_json(Fields(doc, f"imports of {where}")) for doc in self._imports.get(key, []))
-        return replace(entry, objects=tuple(objects), imports=tuple(imports))
+        parked = (
+            DescriptorEntry.from_json(Fields(doc, f"descriptors of {where}")) for doc in self._descriptors.get(key, [])
+        )
+        return replace(entry, objects=tuple(objects), imports=tuple(imports), descriptors=tuple(parked))
 
 
 def mode_in(run_dir: str, container_id: str) -> str:

@@ -76,6 +76,12 @@ bool descriptor_is_still(int descriptor, struct descriptor_identity identity)
            seen.st_ino == identity.inode;
 }
 
+void descriptor_exchange(int number, struct descriptor_identity seen, int descriptor)
+{
+    int flags = descriptor_is_still(number, seen) ? fcntl(number, F_GETFD) : -1;
+    if (flags >= 0) dup3(descriptor, number, (flags & FD_CLOEXEC) != 0 ? O_CLOEXEC : 0);
+}
+
 struct kept_descriptor descriptor_keep(int descriptor)
 {
     if (descriptor < 0) return no_descriptor;

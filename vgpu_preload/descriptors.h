@@ -25,6 +25,9 @@ int descriptor_move_up(int descriptor);
 struct descriptor_identity descriptor_identity_of(int descriptor);
 bool descriptor_is_still(int descriptor, struct descriptor_identity identity);
 
+/* Puts the open file of `descriptor` under `number`, which stays close-on-exec or not, where `seen` still is there. */
+void descriptor_exchange(int number, struct descriptor_identity seen, int descriptor);
+
 /* A descriptor that is held on to, whatever the application does under its number. */
 struct kept_descriptor {
     int number; /* -1: none */

@@ -5,7 +5,7 @@
 
 static bool is_shared(const struct memory_object *object)
 {
-    return object != NULL && !object->is_dead && (!object_is_own(object) || object->ways_out != 0);
+    return object != NULL && !object->is_dead && (object_is_import(object) || (object_is_own(object) && object->ways_out != 0));
 }
 
 /* The id of the next shared object at or behind `place`, which moves behind it. */

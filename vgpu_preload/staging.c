@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "allocation.h"
+#include "app_descriptors.h"
 #include "clock.h"
 #include "communicators_answer.h"
 #include "contexts.h"
@@ -240,7 +241,15 @@ static bool answer_release(const struct request *request)
     share_service_close(CLOSED_FOR_RELEASE);
     choose_context();
     fault = release_all(takes_imports);
+    if (fault.what == NULL) fault = put_placeholders(request);
     return answer_done(request, FRAME_RELEASED, begin, &fault);
+}
+
+/* Numbers of the application's change hands only while its memory is away. */
+static bool take_descriptors(const struct request *request)
+{
+    if (phase == PHASE_RELEASED && take_descriptors_for_numbers(request)) return true;
+    return take_descriptors_of(request);
 }
 
 static bool answer_map(const struct request *request)
@@ -281,7 +290,7 @@ bool staging_answer(const struct frame *frame, const char *payload, const int *d
     case FRAME_LET_PASS: return answer_let_pass(&request);
     case FRAME_REST: return answer_rest(&request);
     case FRAME_RELEASE: return answer_release(&request);
-    case FRAME_FDS: return take_descriptors_of(&request);
+    case FRAME_FDS: return take_descriptors(&request);
     case FRAME_MAP: return answer_map(&request);
     case FRAME_OPEN: return answer_open(&request);
     default: return true;

@@ -78,7 +78,7 @@ static bool next_of_table(struct object_walk *walk, uint64_t *id)
     objects_lock();
     for (; !found && walk->place < objects_end(); walk->place++) {
         struct memory_object *object = object_at_place(walk->place);
-        found = object != NULL && (object_is_own(object) || walk->with_imports) && !object->is_dead;
+        found = object != NULL && (object_is_own(object) || (walk->with_imports && object_is_import(object))) && !object->is_dead;
         if (found) *id = object->id;
     }
     objects_unlock();

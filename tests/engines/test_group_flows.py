@@ -72,21 +72,24 @@ def vgpu(host, verb):
 
 
 def test_export_remove_import_and_again(node):
-    """What comes back maps memory that the agent made, in exporters and importers alike, and is shared as before."""
+    """What comes back maps memory that the agent made, in exporters and importers alike, and is shared as before.
+
+    Descriptors that they keep too: CRIU brings placeholders back, and importers map what is put in their place.
+    """
     try:
-        group = start(node, "ring", "--share", "mixed")
+        group = start(node, "ring", "--share", "mixed", "--hold", "1")
         step = group.wait_for_step(3)
         group.export(ARCHIVE)
         assert_shared(record_of(node))
         group.remove()
         group = imported(node)
-        step = group.goes_on(step)
+        step = group.goes_on(step, steps=5)
         group.export(ARCHIVE)
         record = record_of(node)
         assert record["generation"] == 2
         assert_shared(record)
         group.remove()
-        imported(node).goes_on(step)
+        imported(node).goes_on(step, steps=5)
     finally:
         clean(node)
 
@@ -98,7 +101,8 @@ def assert_shared(record):
     assert len(ranks) == RANKS
     names = {f"{rank['nsPid']}/{held['id']}" for rank in ranks for held in rank["objects"]}
     for rank in ranks:
-        assert len(rank["imports"]) == 2
+        assert len(rank["imports"]) >= 2  # one more while a kept descriptor is being mapped
+        assert len(rank["descriptors"]) == 2
         others = {entry["of"] for entry in rank["imports"]}
         assert others <= names
         assert not any(name.startswith(f"{rank['nsPid']}/") for name in others)

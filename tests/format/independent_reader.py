@@ -239,11 +239,13 @@ def read_record(data: bytes, features) -> dict:
         need(isinstance(record.get(field), list), f"record.md, section 2: {field}")
     for process in record["processes"]:
         objects, imports = process.get("objects") or [], process.get("imports") or []
-        if process["mode"] == "staged" or objects or imports:
+        descriptors = process.get("descriptors") or []
+        if process["mode"] == "staged" or objects or imports or descriptors:
             need("staged" in record["features"]["required"], "record.md, section 3: feature")
-        if imports or any(entry.get("kind") in ("import", "opened") for entry in objects):
+        if imports or descriptors or any(entry.get("kind") in ("import", "opened") for entry in objects):
             need("shared" in record["features"]["required"], "record.md, section 4: feature")
         read_objects(objects, imports)
+        read_descriptors(process.get("descriptors", []))
     check_imports(record)
     check_groups(record)
     return record
@@ -278,6 +280,17 @@ def read_objects(objects, imports) -> None:
     need(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "section 3: addresses overlap")
 
 
+def read_descriptors(descriptors) -> None:
+    need(isinstance(descriptors, list), "section 4: descriptors")
+    for entry in descriptors:
+        need(set(entry) >= {"number", "of", "closeOnExec", "token"}, "section 4: fields of a descriptor")
+        need(is_count(entry["number"]) and entry["number"] < 1 << 31, "section 4: number")
+        need(isinstance(entry["of"], str) and re.fullmatch(OBJECT_NAME, entry["of"]), "section 4: of")
+        need(type(entry["closeOnExec"]) is bool, "section 4: closeOnExec")
+        need(isinstance(entry["token"], str) and re.fullmatch("[0-9a-f]{16}", entry["token"]), "section 4: token")
+    need(len({entry["number"] for entry in descriptors}) == len(descriptors), "section 4: a number twice")
+
+
 def is_count(number) -> bool:
     return type(number) is int and number >= 0
 
@@ -308,6 +321,8 @@ def check_imports(record) -> None:
             need(entry["of"].split("/")[0] != str(process["nsPid"]), "section 4: of the same process")
             held = objects[entry["of"]]
             need(entry["uuid"] == held["uuid"] and entry["size"] <= held["size"], "section 4: another object")
+        for entry in process.get("descriptors") or []:
+            need(entry["of"] in objects, "section 4: a descriptor of no object")
 
 
 def check_groups(record) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from image_format.communicators import CallCount, Communicator, ShmemElement, Split, Team
-from image_format.gpu_objects import Access, ImportEntry, ObjectMapping, Sharing
+from image_format.gpu_objects import Access, DescriptorEntry, ImportEntry, ObjectMapping, Sharing
 from image_format.record import ProcessEntry, Record, Requirement
 from tests.format.make_staged_vectors import FIRST, OTHER_GPU, SECOND, TAIL, Staged, entry, staged_record
 from tests.format.make_vectors import (
@@ -53,6 +53,15 @@ def imports_of(pid: int) -> tuple[ImportEntry, ...]:
             ImportEntry(5, "7/1", "import", 0, 0, None, GPU),
             ImportEntry(6, "12/1", "import", SMALL_CHUNK, 0, 1, OTHER_GPU, (mapped(0x10_0000, SMALL_CHUNK, 0, 1),)),
         ),
+    }[pid]
+
+
+def descriptors_of(pid: int) -> tuple[DescriptorEntry, ...]:
+    token, other = 0x31C8_F04B_E1D9_7A60, 7
+    return {
+        7: (DescriptorEntry(41, "7/1", True, token), DescriptorEntry(0, "15/4", False, other)),
+        12: (DescriptorEntry(41, "7/1", False, token),),
+        15: (),
     }[pid]
 
 
@@ -107,7 +116,11 @@ class Shared(Staged):
         third = ProcessEntry(15, "late", "staged", (GPU, OTHER_GPU), objects=self.objects[15], imports=imports_of(15))
         return replace(
             base,
-            processes=(first, replace(second, imports=imports_of(12)), third),
+            processes=(
+                replace(first, descriptors=descriptors_of(7)),
+                replace(second, imports=imports_of(12), descriptors=descriptors_of(12)),
+                third,
+            ),
             requirements=(
                 Requirement("gpu.peers", ("0-1",)),
                 Requirement("gpu.nvlink", ("0-1",), "should"),
@@ -154,6 +167,16 @@ def with_import(position: int = 0, process: int = RANK_1, **changes):
     return bent(change)
 
 
+def with_descriptor(position: int = 0, process: int = RANK_0, **changes):
+    def change(doc):
+        found = doc["processes"][process]["descriptors"][position]
+        found |= changes
+        for key in [key for key, value in changes.items() if value is None]:
+            del found[key]
+
+    return bent(change)
+
+
 def with_member(key: str, position: int, **changes):
     def change(doc):
         found = doc[key][position]
@@ -176,6 +199,7 @@ def orphan_alone(doc):
     """The orphan is the only sign of sharing."""
     for process in doc["processes"]:
         process.pop("imports", None)
+        process.pop("descriptors", None)
     doc["nvshmem"] = []
     doc["features"]["required"] = ["staged"]
 
@@ -186,10 +210,18 @@ def import_alone(doc):
     doc["features"]["required"] = ["staged"]
 
 
+def descriptor_alone(doc):
+    """A number is the only sign of sharing."""
+    orphan_alone(doc)
+    doc["processes"][LATE]["objects"][0]["kind"] = "vmm"
+    doc["processes"][RANK_0]["descriptors"] = [{"number": 3, "of": "7/1", "closeOnExec": True, "token": "0" * 16}]
+
+
 def later(doc):
     doc |= {"formatVersion": "1.9", "novelty": {"a": 1}}
     doc["processes"][RANK_1]["imports"][0] |= {"novelty": [1]}
     doc["processes"][RANK_0]["objects"][0]["shared"] |= {"novelty": "x"}
+    doc["processes"][RANK_0]["descriptors"][0] |= {"novelty": {}}
     doc["communicators"][2] |= {"library": "another", "novelty": None}
     doc["communicators"][2]["split"] |= {"novelty": 1}
     doc["communicators"][2]["sequence"] |= {"novelty": 1}
@@ -230,6 +262,7 @@ def make_bad(vectors: Vectors) -> None:
 
     make_bad_features(bad)
     make_bad_imports(bad)
+    make_bad_descriptors(bad)
     make_bad_groups(bad)
 
 
@@ -237,6 +270,7 @@ def make_bad_features(bad) -> None:
     bad("feature-missing", "imports without the feature", with_features("staged"))
     bad("feature-missing-orphan", "an orphan without the feature", bent(orphan_alone))
     bad("feature-missing-driver", "an import of a process in driver mode without the feature", bent(import_alone))
+    bad("feature-missing-descriptor", "a descriptor without the feature", bent(descriptor_alone))
     bad("feature-staged-missing", "imports without staged", with_features("shared"))
     bad("unknown-feature", "one feature more", with_features("staged", "shared", "teleport"), "UnknownFeature", 54)
 
@@ -276,6 +310,23 @@ def make_bad_imports(bad) -> None:
     bad("mapping-over-itself", "two mappings of an import at one address", with_mapping(va="0x7f8001000000"))
     first = bent(lambda doc: doc["processes"][RANK_0]["objects"][0]["shared"].update(peers=["12"]))
     bad("shared-peers", "peers that are no process ids", first)
+
+
+def make_bad_descriptors(bad) -> None:
+    bad("descriptor-of-nothing", "an object that is not there", with_descriptor(of="7/9"))
+    bad("descriptor-of-import", "an import", with_descriptor(of="15/6"))
+    bad("descriptor-of-missing", "a descriptor of nobody", with_descriptor(of=None))
+    bad("descriptor-of-name", "a name with a zero in front", with_descriptor(of="07/1"))
+    bad("descriptor-twice", "a number twice", with_descriptor(number=0))
+    bad("descriptor-negative", "a negative number", with_descriptor(number=-1))
+    bad("descriptor-beyond", "a number beyond all", with_descriptor(number=1 << 31))
+    bad("descriptor-exec", "a number in the place of a claim", with_descriptor(closeOnExec=1))
+    bad("descriptor-exec-missing", "no claim", with_descriptor(closeOnExec=None))
+    bad("descriptor-token", "a token in capitals", with_descriptor(token="31C8F04BE1D97A60"))
+    bad("descriptor-token-short", "a token that is too short", with_descriptor(token="31c8"))
+    bad("descriptor-token-number", "a token that is no text", with_descriptor(token=7))
+    nothing = bent(lambda doc: doc["processes"][RANK_0].update(descriptors={}))
+    bad("descriptors-no-list", "descriptors that are no list", nothing)
 
 
 def make_bad_groups(bad) -> None:

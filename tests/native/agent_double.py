@@ -24,6 +24,15 @@ FDS_A_FRAME = 200
 HEADER = struct.Struct("<IHHII")
 
 
+def named(numbers, seen):
+    """Numbers of a process and what the agent saw under them."""
+    return {
+        "numbers": list(numbers),
+        "devices": [one.st_dev for one in seen],
+        "inodes": [one.st_ino for one in seen],
+    }
+
+
 class Peer:
     """One connected process."""
 
@@ -104,6 +113,17 @@ class Peer:
 
     def release(self, *, imports=False):
         return self.ask_for(RELEASED, RELEASE, {"imports": True} if imports else {})
+
+    def park(self, places):
+        """Placeholders under numbers: number -> what was seen there (os.stat_result) and the token."""
+        tokens = [token for _, token in places.values()]
+        payload = {"imports": True, "tokens": tokens, **named(places, [seen for seen, _ in places.values()])}
+        return self.ask_for(RELEASED, RELEASE, payload)
+
+    def give_numbers(self, places):
+        """Descriptors in the place of what is under numbers: number -> what was seen there and the descriptor."""
+        payload = named(places, [seen for seen, _ in places.values()])
+        self.send(FDS, 1, json.dumps(payload).encode(), fds=[fd for _, fd in places.values()])
 
     def give(self, fds):
         """The descriptors, without MAP."""

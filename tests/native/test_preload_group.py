@@ -8,6 +8,7 @@ GPU result.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import shutil
@@ -22,6 +23,7 @@ from tests.native.agent_double import (
     DETACH,
     DETACHED,
     FAILED,
+    FDS,
     HALT,
     HALTED,
     LET_PASS,
@@ -30,6 +32,7 @@ from tests.native.agent_double import (
     PING,
     PONG,
     RELEASE,
+    RELEASED,
     REST,
 )
 from tests.native.preload_programs import wait_until
@@ -736,7 +739,9 @@ def test_memory_shared_by_fabric_handle_is_named_on_both_sides(stage, tmp_path):
         "assert lib.cuMemImportFromShareableHandle(ctypes.byref(i), raw, 8) == 0"
     )
     holdings = peer.inventory()
-    assert next((b["kind"], b["what"]) for b in holdings["blockers"]) == ("vmm", "given away by a fabric handle")
+    assert next((b["kind"], b["what"]) for b in holdings["blockers"]) == ("fabric", "given away by a fabric handle")
+    assert [(b["kind"], b["what"]) for b in holdings["blockers"]][1:] == [("fabric", "imported by a fabric handle")]
+    assert holdings["objects"][0]["shared"]["ways"] == ["fabric"]
     (imported,) = holdings["imports"]
     assert imported["obstacle"] == "not imported by a POSIX file descriptor"
     peer.rest()
@@ -778,6 +783,121 @@ def test_the_driver_checkpoints_an_importer_whose_imports_are_away(stage):  # no
     assert other.run("result = right() and read(small, 5) == b'small'")
     other.run("write(q, pattern(77))")
     assert owner.run("result = read(p, MIB) == pattern(77)")
+
+
+# ---- descriptors of the application's own ----------------------------------------------------------
+
+
+def seen(child, number):
+    """What the agent sees under a number."""
+    return os.stat(f"/proc/{child.pid}/fd/{number}")
+
+
+def flags_of(child, number):
+    text = Path(f"/proc/{child.pid}/fdinfo/{number}").read_text()
+    return int(text.split("flags:")[1].split()[0], 8) & os.O_CLOEXEC
+
+
+def content_of(child, number):
+    with open(f"/proc/{child.pid}/fd/{number}", "rb") as file:
+        return file.read(100)
+
+
+def placeholder(token):
+    return b"VGPUHELD" + token.to_bytes(8, "little")
+
+
+TWO_NUMBERS = "kept, left = os.dup(fd), fd; os.set_inheritable(kept, True); result = kept"
+
+
+def test_an_applications_own_descriptors_get_placeholders_and_then_the_new_memory(stage, tmp_path):  # noqa: F811
+    owner, owner_peer = stage.child(EXPORTER)
+    left = owner.run("result = fd")
+    other, peer = importer(stage, owner, left)
+    kept = owner.run(TWO_NUMBERS)
+    waiting = other.run(f"waiting = {GETFD.format(owner.pid, left)}; result = waiting")
+    flags = [flags_of(owner, kept), flags_of(owner, left), flags_of(other, waiting)]
+    given = take_all_away((owner_peer, peer))
+    memory = seen(owner, kept)
+    owner_peer.park({kept: (memory, 7), left: (memory, 7)})
+    peer.park({waiting: (memory, 9)})
+    assert [content_of(owner, kept), content_of(owner, left)] == [placeholder(7)] * 2
+    assert content_of(other, waiting) == placeholder(9)
+    assert seen(owner, kept).st_ino == seen(owner, left).st_ino != seen(other, waiting).st_ino
+    assert nothing_is_held(owner)
+    assert nothing_is_held(other)
+    maker = maker_of_memory(stage.node, tmp_path / "maker.sock")
+    fd = next(iter(given[owner_peer].values()))
+    fresh = maker(os.fstat(fd).st_size, os.pread(fd, 1 << 30, 0))
+    for one, fds in given.items():
+        one.map(dict.fromkeys(fds, fresh))
+    owner_peer.give_numbers({number: (seen(owner, number), fresh) for number in (kept, left)})
+    peer.give_numbers({waiting: (seen(other, waiting), fresh)})
+    for one, child in ((owner_peer, owner), (peer, other)):
+        one.map({})
+        assert not [link for _, link in descriptors_of(child.pid) if "placeholder" in link]
+        one.open_gate()
+    assert [flags_of(owner, kept), flags_of(owner, left), flags_of(other, waiting)] == flags
+    assert flags[0] != flags[1]
+    other.run("late = ok(d.cuMemImportFromShareableHandle(waiting, H)); z = map_memory(late, 8 * MIB)")
+    owner.run("write(p, pattern(40))")
+    assert other.run("result = read(z, MIB) == read(q, MIB) == pattern(40)")
+    owner.run("sent = os.fstat(kept).st_ino == os.fstat(left).st_ino; os.close(kept); os.close(left)")
+    os.close(fd)
+    os.close(fresh)
+
+
+def test_a_number_that_the_application_has_used_again_is_left_alone(stage, tmp_path):  # noqa: F811
+    owner, peer = stage.child(EXPORTER)
+    number = owner.run("result = fd")
+    own = tmp_path / "own"
+    own.write_bytes(b"its own")
+    again = f"os.close(fd); n = os.open({str(own)!r}, 0); n == fd or (os.dup2(n, fd), os.close(n))"
+    given = take_all_away((peer,))
+    memory = seen(owner, number)
+    owner.run(again)  # a thread that does not come to the gate
+    peer.park({number: (memory, 7), 999: (memory, 7)})
+    assert content_of(owner, number) == b"its own"
+    owner.run(f"fd = os.open({str(own)!r}, 0); taken = fd; result = fd")
+    number = owner.run("result = taken")
+    peer.park({number: (seen(owner, number), 8)})
+    parked = seen(owner, number)
+    owner.run(again)
+    fds = given[peer]
+    peer.map(fds)
+    peer.give_numbers({number: (parked, next(iter(fds.values())))})
+    peer.map({})
+    assert content_of(owner, number) == b"its own"
+    peer.open_gate()
+    close_all(fds)
+    assert owner.run("result = read(p, MIB) == pattern(0)")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"numbers": [3], "devices": [1], "inodes": []},
+        {"numbers": [1 << 40], "devices": [1], "inodes": [1]},
+        {"numbers": "3", "devices": [1], "inodes": [1]},
+        {"numbers": [-1], "devices": [0], "inodes": [0]},
+        {"numbers": [3, 3], "devices": [1 << 70], "inodes": [1]},
+    ],
+)
+def test_broken_lists_of_numbers_change_nothing_and_leak_nothing(names, stage):  # noqa: F811
+    owner, peer = stage.child(EXPORTER)
+    given = take_all_away((peer,))
+    before = descriptors_of(owner.pid)
+    assert peer.ask(RELEASE, {"imports": True, "tokens": [1, 2], **names})[0] == RELEASED
+    with open("/dev/null", "rb") as null:
+        peer.send(FDS, 1, json.dumps(names).encode(), fds=[null.fileno()] * 3)
+        assert peer.ask(PING)[0] == PONG
+    assert descriptors_of(owner.pid) == before
+    bring_all_back(given)
+    with open("/dev/null", "rb") as null:  # not while the memory is there
+        number = owner.run("result = fd")
+        peer.give_numbers({number: (seen(owner, number), null.fileno())})
+        assert peer.ask(PING)[0] == PONG
+    assert "memfd" in os.readlink(f"/proc/{owner.pid}/fd/{number}")
 
 
 # ---- many threads of many processes at once ------------------------------------------------------

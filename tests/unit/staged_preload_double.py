@@ -1,7 +1,7 @@
 """A GPU process in staged mode for the agent's tests: counts in shareable VMM objects and speaks the preload's protocol v2.
 
     staged_preload_double.py SOCKET OUT [--objects N] [--mib M] [--rewrite K] [--device D] [--faults FILE]
-                             [--rank R --ranks N --board FILE [--calls C]] [--give PATH] [--take PATH ...] [--opened]
+                             [--rank R --ranks N --board FILE [--calls C]] [--give PATH] [--take PATH ...] [--opened] [--hold]
 
 The objects are the software driver's (cuMemCreate with a POSIX handle, mapped at addresses that stay reserved). Each step adds 1
 to the first word of every object, rewrites K whole objects, checks every byte that it wrote before, and appends
@@ -12,7 +12,8 @@ word a line, each used up once unless it ends in "!":
 
 `--give PATH` makes one more object and hands its descriptor to everybody who connects there; `--take PATH` imports such a one, as
 an opened handle with `--opened`. In each of them rank R has a page of its own that it writes at every step, and reads the others'.
-With `--board` a step is a collective of all ranks: C calls through the gate, the last of which submits this rank's part, and then a
+With `--hold` the application itself keeps a descriptor of each, close-on-exec where the rank is even, which must be of what it has
+mapped. With `--board` a step is a collective of all ranks: C calls through the gate, the last of which submits this rank's part, and then a
 wait, outside of the gate, until the parts of all ranks are there. The board is a file that says how far each rank has submitted; it
 stands for the work on the devices, so a rank is idle when nobody is behind it.
 """
@@ -101,10 +102,10 @@ class Held:
 class Given(Held):
     """An object that others import; each rank has a page in it."""
 
-    kind = "vmm"
+    kind, way = "vmm", "descriptor"
 
     def to_json(self):
-        return super().to_json() | {"shared": {"ways": ["descriptor"], "peers": [], "peer_count": 0}}
+        return super().to_json() | {"shared": {"ways": [self.way], "peers": [], "peer_count": 0}}
 
 
 class Taken(Held):
@@ -188,6 +189,15 @@ class Board:
         return min(submitted) >= submitted[self.rank]
 
 
+def exchange(place, fd):
+    """Put a descriptor under a number where the same file is as was seen there."""
+    number, device, inode = place
+    seen = os.fstat(number)
+    if (seen.st_dev, seen.st_ino) == (device, inode):
+        os.dup2(fd, number, os.get_inheritable(number))
+    os.close(fd)
+
+
 uuids = {}
 
 
@@ -238,6 +248,10 @@ class Double:
             self.give(options.give)
         for path in options.take:
             self.take(path)
+        self.held = {}
+        for shared in (*self.given, *self.taken) if options.hold else ():
+            number = self.held[shared.id] = os.dup(shared.fd)
+            os.set_inheritable(number, options.rank % 2 == 1)
         self.known = set()
         self.seen = {}
 
@@ -253,6 +267,7 @@ class Double:
     def give(self, path):
         number = self.next_id()
         held = self.objects[number] = Given(number, self.options.mib << 20, self.options.device)
+        held.way = "handle" if self.options.opened else held.way
         self.given.append(held)
         held.put(0, bytes(PAGE * 64))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -333,6 +348,11 @@ class Double:
                 if step < self.seen.get((place, rank), 0):
                     self.fail(f"page {rank} of shared object {place} went back to {step}")
                 self.seen[place, rank] = step
+        for number, held in self.held.items():
+            if os.fstat(held).st_ino != os.fstat(self.all()[number].fd).st_ino:
+                self.fail(f"its own descriptor {held} of object {number}")
+            if os.get_inheritable(held) != (self.options.rank % 2 == 1):
+                self.fail(f"descriptor {held} is not close-on-exec as it was")
         if self.given or self.taken:
             seen = {f"{place}/{rank}": step for (place, rank), step in self.seen.items()}
             partial = Path(f"{self.options.out}.partial")
@@ -496,7 +516,15 @@ class Double:
         if self.faults.has("vanish-in-release"):
             connection.close()
             raise ConnectionError
+        self.park(payload)
         return 17, sequence, {"objects": len(self.objects), "ms": 1}
+
+    def park(self, payload):
+        seen = zip(*(payload.get(key, []) for key in ("numbers", "devices", "inodes")), strict=True)
+        for place, token in zip(seen, payload.get("tokens", []), strict=True):
+            fd = os.memfd_create("vgpu-placeholder")
+            os.write(fd, b"VGPUHELD" + struct.pack("<Q", token))
+            exchange(place, fd)
 
     def map(self, _connection, sequence, payload, fds):
         came = [pair for part in fds for pair in part]
@@ -546,7 +574,12 @@ class Double:
         _, _, kind, length, sequence = HEADER.unpack(got)
         body = connection.recv(length, socket.MSG_WAITALL) if length else b"{}"
         payload = json.loads(body)
-        if kind == 22:
+        if kind == 22 and "numbers" in payload:
+            seen = zip(*(payload[key] for key in ("numbers", "devices", "inodes")), strict=True)
+            for place, fd in zip(seen, numbers, strict=True):
+                exchange(place, fd)
+            payload["objects"] = []
+        elif kind == 22:
             payload["objects"] = list(zip(payload["objects"], numbers, strict=True))
         return kind, sequence, payload
 
@@ -568,6 +601,7 @@ def main():
     parser.add_argument("--give")
     parser.add_argument("--take", action="append", default=[])
     parser.add_argument("--opened", action="store_true")
+    parser.add_argument("--hold", action="store_true")
     double = Double(parser.parse_args())
     threading.Thread(target=double.serve, daemon=True).start()
     double.count()
