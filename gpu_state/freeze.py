@@ -10,7 +10,7 @@ What a crash of the agent leaves behind after each step, and who cleans up:
 3. detach: the container's control socket is gone. The next agent makes it anew.
 4. lock: some processes block in their next CUDA call. The next agent unlocks them by the journal.
 5. checkpoint: some processes have their device memory in host memory. The next agent restores, then unlocks them.
-6. verify, staged settle: as 5.
+6. verify, staged settle: as 5. Where several containers are frozen together, each waits here for all (group_meeting.py).
 The driver worker dies with the agent; a driver call that it had begun is finished or dropped by the driver, and the next
 agent waits for it (thaw.py, unanswered).
 """
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpu_state.deadline import Deadline
 from gpu_state.driver import ProcessState
+from gpu_state.group_company import NOBODY, Company
 from gpu_state.inventory import FoundProcess, Inventory, with_modes, with_state
 from gpu_state.leases import Journal, Lease, new_lease_id
 from gpu_state.thaw import Thaw, for_each, raise_first
@@ -92,10 +93,17 @@ class Freeze:
     """One attempt to freeze a container."""
 
     def __init__(
-        self, order: FreezeOrder, tools: Tools, *, staged: StagedFreeze | None = None, undo_s: float = UNDO_S
+        self,
+        order: FreezeOrder,
+        tools: Tools,
+        *,
+        staged: StagedFreeze | None = None,
+        company: Company = NOBODY,
+        undo_s: float = UNDO_S,
     ) -> None:
         self._order = order
         self._staged = staged
+        self._company = company
         self._driver = tools.driver
         self._inventory = tools.inventory
         self._sockets = tools.sockets
@@ -108,11 +116,13 @@ class Freeze:
         order = self._order
         with phases("find"):
             found = self._running(deadline)
-        with Undo() as undo:
+        with Undo() as undo, self._company.telling():
             if self._staged is not None:
                 undo.push(self._staged.discard)
-                self._staged.begin(found, copy_deadline or deadline, phases)
-                if not self._staged.is_empty:  # the copying took its time
+                self._staged.begin(found, order.cgroup, copy_deadline or deadline, phases)
+                if (
+                    self._company.copied(copy_deadline or deadline, phases) or not self._staged.is_empty
+                ):  # that took its time
                     deadline = deadline.again()
                     found = self._running(deadline)
             lease = self._lease(found)
@@ -136,6 +146,7 @@ class Freeze:
                 self._verify(found, deadline)
             if self._staged is not None:
                 self._staged.settle(phases)
+            self._company.frozen(deadline, phases)
             undo.keep()
         modes = self._staged.modes() if self._staged is not None else {}
         return Frozen(lease, with_modes(with_state(found, ProcessState.CHECKPOINTED), modes))

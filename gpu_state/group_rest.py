@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from gpu_state.deadline import Deadline
+from gpu_state.preload_peer import LOST
 from vgpu_errors import DeadlineExceeded, VgpuError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ PAUSE_S, MOST_PAUSE_S = 0.01, 10.0
 ACTIVE_S, LULL_S = 5.0, 1.0
 FIRST_WAIT_MS = 20
 LEAST_WAIT_MS, MOST_WAIT_MS = 5, 100
+LAST_LOOK_MS = 200
 OPEN_S = 5.0
 # A rank that ends in its own time is missed by nobody; where others still wait for it so much later, it was killed.
 DEATH_S = 2.0
@@ -219,12 +221,12 @@ class GroupRest:
         self,
         links: Mapping[int, PreloadLink],
         names: Mapping[int, str],
-        is_alive: Mapping[int, Callable[[], bool]] | None = None,
+        has_died: Callable[[int], bool] = lambda _rank: False,
     ) -> None:
         """All by process id."""
         self._links = dict(links)
         self._names = names
-        self._is_alive = is_alive or {}
+        self._has_died = has_died
         self._states: dict[int, GateState] = {}
         self._death: VgpuError | None = None
 
@@ -265,6 +267,10 @@ class GroupRest:
         return self._each(lambda rank, link: link.let_pass(decision.permits[rank], decision.wait_ms, within))
 
     def _not_level(self, deadline: Deadline) -> DeadlineExceeded:
+        # What was let through last may still be at work, and would hide who submits nothing of use.
+        nobody = Decision(dict.fromkeys(self._links, 0), LAST_LOOK_MS, is_level=False, memory=Memory())
+        with contextlib.suppress(VgpuError):
+            self._states = self._pass(nobody, deadline)
         each = "; ".join(plight(self._names[rank], self._states.get(rank)) for rank in self._links)
         return DeadlineExceeded(
             phase=f"bringing the processes to rest together: {each}. It", seconds=f"{deadline.seconds:g}"
@@ -291,7 +297,7 @@ class GroupRest:
         return {rank: one for rank, one in done.items() if not isinstance(one, VgpuError)}
 
     def _has_ended(self, rank: int, problem: VgpuError) -> bool:
-        if rank not in self._is_alive or self._is_alive[rank]():
+        if problem.fields.get("what") != LOST or not self._has_died(rank):
             return False
         del self._links[rank]
         self._death = problem

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from gpu_state.communicators import Communicators
 from gpu_state.preload_frames import FrameError, FrameType
 from gpu_state.preload_objects import Holdings, Share, shares_from_json
+from gpu_state.preload_peer import places_json
 from vgpu_errors import PreloadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gpu_state.deadline import Deadline
+    from gpu_state.open_descriptors import Place
     from gpu_state.preload_peer import Peer
 
 # The preload ends its own wait a little before ours, so that its answer, not our deadline, says what happened.
@@ -122,16 +124,11 @@ class PreloadLink:
             raise PreloadFailed(pid=self.pid, request=request, what=f"its answer is damaged: {problem}") from problem
 
     def export(self, ids: Sequence[int], deadline: Deadline) -> dict[int, int]:
-        """A descriptor for each object; the caller owns them. The application keeps running."""
+        """A descriptor for each object that is still there; the caller owns them. The application keeps running."""
         if not ids:
             return {}
-        fds = self._peer.ask(FrameType.EXPORT, {"objects": list(ids)}, deadline=deadline, answer=FrameType.EXPORTED).fds
-        missing = set(ids) - set(fds)
-        if missing:
-            close_all(fds)
-            what = f"no descriptor came for object {min(missing)}"
-            raise PreloadFailed(pid=self.pid, request=f"EXPORT of process {self.pid}", what=what)
-        return fds
+        asked = {"objects": list(ids)}
+        return self._peer.ask(FrameType.EXPORT, asked, deadline=deadline, answer=FrameType.EXPORTED).fds
 
     def halt(self, deadline: Deadline) -> None:
         """Close the gate and wait for nothing but the end of a stream's capture."""
@@ -158,11 +155,22 @@ class PreloadLink:
         self._peer.phase = "released"
         self._peer.ask(FrameType.RELEASE, {"imports": True}, deadline=deadline, answer=FrameType.RELEASED)
 
+    def park(self, places: Sequence[tuple[Place, int]], deadline: Deadline) -> None:
+        """Put placeholders under numbers of the application's, each with its token; only behind `release`."""
+        payload = {"imports": True, **places_json([place for place, _ in places])}
+        payload["tokens"] = [token for _, token in places]
+        self._peer.ask(FrameType.RELEASE, payload, deadline=deadline, answer=FrameType.RELEASED)
+
     def map(self, fds: Mapping[int, int], deadline: Deadline) -> None:
         """Give objects and imports back by their descriptors, at the addresses they had; one that is mapped already stays."""
         payload = {"objects": list(fds)}
         self._peer.ask(FrameType.MAP, payload, deadline=deadline, answer=FrameType.MAPPED, fds=list(fds.items()))
         self._peer.phase = "rested"
+
+    def give(self, places: Sequence[tuple[Place, int]], deadline: Deadline) -> None:
+        """Put descriptors in the place of placeholders; only behind `map`."""
+        payload: dict[str, object] = {"objects": []}
+        self._peer.ask(FrameType.MAP, payload, deadline=deadline, answer=FrameType.MAPPED, places=places)
 
     def open(self, deadline: Deadline) -> None:
         """Let the process go on."""

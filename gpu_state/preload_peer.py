@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gpu_state.deadline import Deadline
+    from gpu_state.open_descriptors import Place
 
 _READ_BYTES = 1 << 18
 _SLICE_S = 0.05
+LOST = "its connection ended"
 _OWNER_SEND_S = 0.5
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
@@ -136,8 +138,9 @@ class Peer:
         deadline: Deadline,
         answer: FrameType,
         fds: Sequence[tuple[int, int]] = (),
+        places: Sequence[tuple[Place, int]] = (),
     ) -> Answer:
-        """Send a request, before it the descriptors `fds` (object id, fd), and wait for its answer."""
+        """Send a request, before it the descriptors `fds` (object id, fd) and `places` (number, fd), and wait for its answer."""
         what = f"{kind.name} of process {self.pid}"
         self._take_turn(deadline, what)
         try:
@@ -146,7 +149,7 @@ class Peer:
             self._sequence += 1
             self._may_send_fds = answer in (FrameType.EXPORTED, FrameType.SHARES_ARE)
             self._reader.max_payload = MAX_ANSWER_PAYLOAD
-            self._send_all(kind, payload, fds, deadline, what)
+            self._send_all(kind, payload, [*_for_objects(fds), *_for_places(places)], deadline, what)
             return self._await(answer, deadline, what)
         finally:
             self._answers, self._may_send_fds = None, False
@@ -162,17 +165,14 @@ class Peer:
         self,
         kind: FrameType,
         payload: dict[str, Any],
-        fds: Sequence[tuple[int, int]],
+        parcels: Sequence[tuple[dict[str, Any], list[int]]],
         deadline: Deadline,
         what: str,
     ) -> None:
         with self._sending:
-            for start in range(0, len(fds), MAX_FDS):
-                part = fds[start : start + MAX_FDS]
-                frame = Frame(
-                    FrameType.FDS, self._sequence, {"objects": [number for number, _ in part]}, STAGED_VERSION
-                )
-                self._send(frame.to_bytes(), [fd for _, fd in part], deadline, what)
+            for named, fds in parcels:
+                frame = Frame(FrameType.FDS, self._sequence, named, STAGED_VERSION)
+                self._send(frame.to_bytes(), fds, deadline, what)
             self._send(Frame(kind, self._sequence, payload, STAGED_VERSION).to_bytes(), [], deadline, what)
 
     def _send(self, data: bytes, fds: list[int], deadline: Deadline, what: str) -> None:
@@ -209,7 +209,29 @@ class Peer:
         raise self._lost(what)
 
     def _lost(self, what: str) -> PreloadFailed:
-        return PreloadFailed(pid=self.pid, request=what, what="its connection ended")
+        return PreloadFailed(pid=self.pid, request=what, what=LOST)
+
+
+def _for_objects(fds: Sequence[tuple[int, int]]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """What FDS frames say, and their descriptors."""
+    for start in range(0, len(fds), MAX_FDS):
+        part = fds[start : start + MAX_FDS]
+        yield {"objects": [number for number, _ in part]}, [fd for _, fd in part]
+
+
+def _for_places(places: Sequence[tuple[Place, int]]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    for start in range(0, len(places), MAX_FDS):
+        part = places[start : start + MAX_FDS]
+        yield places_json([place for place, _ in part]), [fd for _, fd in part]
+
+
+def places_json(places: Sequence[Place]) -> dict[str, Any]:
+    """Numbers of the process and what was seen under each, as RELEASE and FDS frames name them."""
+    return {
+        "numbers": [place.number for place in places],
+        "devices": [place.device for place in places],
+        "inodes": [place.inode for place in places],
+    }
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:

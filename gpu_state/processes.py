@@ -9,6 +9,7 @@ which memory is managed, exported or imported; in driver mode without the preloa
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NVIDIA_MAJOR = 195
+ENDING_S = 1.0
+_LOOK_S = 0.01
 DEVICE_PREFIX = "/dev/nvidia"
 DEVICE_PREFIX_VARIABLE = "VGPU_DEVICE_PREFIX"  # the software driver of the tests keeps its device files elsewhere
 
@@ -35,6 +38,15 @@ class ProcessIdentity:
         """The very same process still runs (a zombie does not)."""
         status = _stat_fields(self.pid)
         return status is not None and status.start_time == self.start_time and status.state not in "ZX"
+
+    def has_ended(self, wait_s: float = ENDING_S) -> bool:
+        """It is no more, or is about to end: its connections are closed a little before that can be seen."""
+        ends_at = time.monotonic() + wait_s
+        while self.is_alive():
+            if time.monotonic() >= ends_at:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,10 +185,13 @@ class _Resolution:
             importers = importers[1:]
         self._objects[owner.party.ns_pid].setdefault(held.id, held)
         for part in importers:
-            self._import(part, owner.name, held)
+            self._import(part, owner, held)
 
-    def _import(self, part: _Part, name: str, held: DeviceObject) -> None:
-        claim = part.share.of
+    def _import(self, part: _Part, owner: _Part, held: DeviceObject) -> None:
+        claim, name = part.share.of, owner.name
+        if part.party.ns_pid == owner.party.ns_pid:  # the record has imports of other processes only
+            self._problems[part.key] = f"it is object {name} of this very process once more"
+            return
         if any(mapping.offset + mapping.size > held.size for mapping in claim.mappings):
             self._problems[part.key] = f"it is mapped beyond the {held.size} bytes of object {name}"
             return

@@ -1,7 +1,7 @@
 """The staged side of a freeze: the agent takes the large memory itself, so that the driver only sees control state.
 
-staged_choice.py says which processes are staged, and refuses those that nobody can take; staged_inventory.py what each has.
-An object that several processes share is taken once, under its owner's name. Called by freeze.py, in this order:
+staged_choice.py says which processes are staged, and refuses those that nobody can take; staged_inventory.py what each has;
+staged_taking.py holds it, what several processes share once. Called by freeze.py, in this order:
 
 1. begin      inventory, export, rounds of copying          the application runs; a crash leaves packs without a seal
 2. stop:
@@ -11,6 +11,7 @@ An object that several processes share is taken once, under its owner's name. Ca
    prove      what is listed, by the driver's own figure    the same
    final      begins to take what changed since             the same
    release    unmapped and given away; addresses reserved   the next agent maps from the keeper's fds, opens
+   park       placeholders under the applications' own descriptors (staged_descriptors.py)  the next agent puts them back
 3. settle     `final` has ended; all that is listed was taken  the same
 Between 2 and 3 come the driver's lock and checkpoint (freeze.py), the longest part of the stop, and `final` works beside them
 on the agent's own mappings: nothing changes behind a closed gate, and objects live on when the application lets go of them.
@@ -20,21 +21,22 @@ before it is asked for, and the journal names every process whose gate may be cl
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gpu_state.group_rest import GroupRest
-from gpu_state.kcmp import same_files
-from gpu_state.preload_link import close_all
+from gpu_state.group_company import NOBODY, Company, Ranks
 from gpu_state.staged_choice import StagedChoice
+from gpu_state.staged_descriptors import REST_S, RUNNING_S, StagedDescriptors
 from gpu_state.staged_groups import ask_groups
 from gpu_state.staged_inventory import StagedInventory
-from gpu_state.staged_lease import StagedPart, StagedProcess
+from gpu_state.staged_lease import StagedPart
 from gpu_state.staged_proof import StagedProof
+from gpu_state.staged_taking import StagedTaking
 from gpu_state.staged_thaw import Memory, StagedThaw
 from gpu_state.thaw import for_each, raise_first
-from vgpu_errors import PreloadFailed
+from vgpu_errors import GpuObjectBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,10 +54,12 @@ if TYPE_CHECKING:
     from gpu_state.processes import ProcessIdentity
     from gpu_state.remote_driver import CheckpointDriver
     from gpu_state.staged_inventory import Look
+    from gpu_state.staged_lease import StagedProcess
     from gpu_state.staging_seam import Preloads, Round, Staging
     from gpu_state.undo import Undo
 
 MAX_ROUNDS = 10
+MAX_CUTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class StagedTools:
     open_store: Callable[[], Staging]
     wants_preload: Callable[[int], bool]
     tolerance: Tolerance
+    company: Company = NOBODY
 
 
 @dataclass(slots=True)
@@ -104,24 +109,25 @@ class StagedFreeze:
         self._is_suspend = is_suspend
         self._copies_while_running = copies_while_running
         self._set_aside = set_aside
-        self._staging: Staging | None = None
         self._inventory = StagedInventory(container, tools.preloads)
         self._choice = StagedChoice(
             container, tools.preloads, tools.marks, tools.wants_preload, self._inventory, has_store=store is not None
         )
         self._keeper = tools.keeper(container)
-        self._known: dict[ProcessIdentity, StagedProcess] = {}
         self._proof: StagedProof | None = None
         self._final: Future[Mapping[str, Tally]] | None = None
         self.memory = Memory(self._keeper)
+        self._descriptors = StagedDescriptors(container, "")
+        self._taking = StagedTaking(container, tools.preloads, self.memory, tools.open_store)
         self.figures = StagedFigures()
         self.part: StagedPart | None = None
         self.fragment: Path | None = None
 
     # ---- while the application runs ----------------------------------------------------------------------
 
-    def begin(self, found: list[FoundProcess], deadline: Deadline, phases: Phases) -> None:
+    def begin(self, found: list[FoundProcess], cgroup: str, deadline: Deadline, phases: Phases) -> None:
         """Choose, take descriptors of all objects, and copy in rounds."""
+        self._descriptors = StagedDescriptors(self._container, cgroup)
         if not self._choice.may_be_staged(found):
             self._choose(found, deadline)
             return
@@ -132,7 +138,8 @@ class StagedFreeze:
             if not chosen.held:
                 return
             with phases("export", f"{len(chosen.held)} processes"):
-                self._take(found, chosen, deadline)
+                self._taking.take(found, chosen, deadline)
+            self._refuse_held_elsewhere(deadline)
         if self._copies_while_running:
             self._rounds(found, deadline, phases)
 
@@ -141,92 +148,31 @@ class StagedFreeze:
         self.figures.reasons = dict(self._choice.reasons)
         return chosen
 
-    def _take(self, found: list[FoundProcess], look: Look, deadline: Deadline) -> None:
-        """Descriptors of objects that are new, each object once; those that are no more are let go."""
-        processes = [process for process in found if process.identity in look.held]
-        # First, because an object may go on under the name of another process.
-        now = {name for process in processes for name in self._staged(process, look).names()}
-        self._forget(
-            [name for process in processes for name in self._names_before(process) if name not in now], deadline
-        )
-        for process in processes:
-            self._take_of(process, look, deadline)
-
-    def _take_of(self, process: FoundProcess, look: Look, deadline: Deadline) -> None:
-        staged = self._staged(process, look)
-        shared = {name: fd for name in staged.names() if (fd := look.take(name)) is not None}
-        self._refuse_exchanged(process, shared)
-        before = self._names_before(process)
-        new = {name: held for name, held in staged.names().items() if name not in before}
-        fds = {name: shared.pop(name) for name in new if name in shared}
-        close_all(shared)
-        try:
-            exported = self._link(process.identity, process.shown.comm).export(
-                [held.id for name, held in new.items() if name not in fds], deadline
-            )
-            fds |= {staged.name_of(number): fd for number, fd in exported.items()}
-            self._worker().add(new, fds, deadline)
-        except BaseException:
-            close_all(fds)
-            raise
-        self.memory.add(fds)
-        self._known[process.identity] = staged
-
-    def _staged(self, process: FoundProcess, look: Look) -> StagedProcess:
-        held, ns_pid = look.held[process.identity], self._link(process.identity, process.shown.comm).ns_pid
-        return StagedProcess(process.identity, process.shown.comm, ns_pid, held.objects, held.imports)
-
-    def _names_before(self, process: FoundProcess) -> set[str]:
-        known = self._known.get(process.identity)
-        return set(known.names()) if known else set()
-
-    def _refuse_exchanged(self, process: FoundProcess, shared: Mapping[str, int]) -> None:
-        """What we hold under a name is what its importers will be given: it must be what they share now."""
-        known = [name for name in shared if name in self.memory.fds]
-        numbers = same_files([fd for name in known for fd in (self.memory.fds[name], shared[name])])
-        for name, ours, told in zip(known, numbers[::2], numbers[1::2], strict=True):
-            if ours != told:
-                close_all(shared)
-                what = f"object {name} is other memory than before"
-                raise PreloadFailed(pid=process.pid, request=f"SHARES of process {process.pid}", what=what)
-
-    def _forget(self, names: list[str], deadline: Deadline) -> None:
-        if names:
-            self._worker().forget(names, deadline)
-            self.memory.forget(names)
-
-    def _worker(self) -> Staging:
-        if self._staging is None:
-            self._staging = self._tools.open_store()
-        return self._staging
-
     def _rounds(self, found: list[FoundProcess], deadline: Deadline, phases: Phases) -> None:
         for number in range(MAX_ROUNDS):
-            if not self._worker().wants_another(deadline):
+            if not self._taking.worker().wants_another(deadline):
                 return
             with phases("copy", f"round {number + 1}"):
-                self.figures.rounds.append(self._worker().round(deadline, phases.bytes))
+                self.figures.rounds.append(self._taking.worker().round(deadline, phases.bytes))
             self._refresh(found, deadline)
 
     def _refresh(self, found: list[FoundProcess], deadline: Deadline) -> None:
-        alive = [process for process in found if process.identity in self._known and process.identity.is_alive()]
-        with self._inventory.look(alive, self._others(found), deadline) as look:
-            self._take(alive, look, deadline)
-
-    def _others(self, found: list[FoundProcess]) -> list[FoundProcess]:
-        """GPU processes that are not staged."""
-        return [process for process in found if process.identity not in self._known]
+        alive = [process for process in self._taking.staged(found) if process.identity.is_alive()]
+        with self._inventory.look(alive, self._taking.others(found), deadline) as look:
+            self._taking.take(alive, look, deadline)
 
     # ---- the stop ------------------------------------------------------------------------------------------
 
     def stop(self, found: list[FoundProcess], lease: Lease, undo: Undo, deadline: Deadline, phases: Phases) -> Lease:
         """Bring the staged processes to rest and take their memory; returns the lease that says so."""
-        self._forget_ended(found, deadline)
-        if self._others(found):  # processes that began to use the GPU meanwhile
+        self._taking.forget_ended(found, deadline)
+        if others := self._taking.others(found):  # processes that began to use the GPU meanwhile
             with self._choose(found, deadline) as chosen:
-                self._take(found, chosen, deadline)
-        known = self._staged_of(found)
+                self._taking.take(found, chosen, deadline)
+            others = self._taking.others(found)
+        known = self._taking.staged(found)
         if not known:
+            self._tools.company.sit_out(deadline)
             return lease
         undo.push(self._await_final)
         undo.push(self._bring_back)
@@ -235,19 +181,51 @@ class StagedFreeze:
         self._keeper.put(self.memory.fds, deadline)
         lease = self._note(lease)
         with phases("rest", f"{len(known)} processes"):
-            self._group().run(deadline)
-            self._forget_ended(known, deadline)  # a rank may have come to its end on the way
-            known = self._staged_of(known)
-            self._last_look(known, self._others(found), deadline)
-            self.figures.groups = ask_groups(list(self._links().values()), deadline)
+            self._come_to_rest(known, others, deadline)
+            self.figures.groups = ask_groups(list(self._taking.links().values()), deadline)
             lease = self._note(lease)
         self._begin_final(deadline)
         with phases("release"):
             self._each(lambda link: link.release(deadline))
+            return self._park(lease, deadline)
+
+    def _come_to_rest(self, known: list[FoundProcess], others: list[FoundProcess], deadline: Deadline) -> None:
+        """At a cut at which nobody has to come for a descriptor of shared memory; else all go on until it is received."""
+        for cut in itertools.count(1):
+            self._refuse_held_elsewhere(deadline)
+            self._tools.company.rest(self._ranks(), deadline)
+            self._taking.forget_ended(known, deadline)  # a rank may have come to its end on the way
+            self._last_look(self._taking.staged(known), others, deadline)
+            is_whole = True
+            try:
+                self._refuse_held_elsewhere(deadline, REST_S)
+            except GpuObjectBlocks:
+                if cut == MAX_CUTS:
+                    raise
+                is_whole = False
+            if self._tools.company.agrees(deadline, is_whole=is_whole):
+                return
+            self._each(lambda link: link.open(deadline))
+
+    def _refuse_held_elsewhere(self, deadline: Deadline, patience_s: float = RUNNING_S) -> None:
+        known = self._taking.known.values()
+        self._descriptors.refuse_held_elsewhere(known, self.memory.fds, deadline, patience_s)
+
+    def _park(self, lease: Lease, deadline: Deadline) -> Lease:
+        """The applications' own descriptors of what has gone."""
+
+        def note() -> None:
+            nonlocal lease
+            lease = self._note(lease)
+
+        def link_of(process: StagedProcess) -> PreloadLink:
+            return self._taking.link(process.identity, process.comm)
+
+        self._descriptors.park(self._taking.known, self.memory.fds, note, link_of, deadline)
         return lease
 
     def _begin_final(self, deadline: Deadline) -> None:
-        worker = self._worker()
+        worker = self._taking.worker()
         executor = ThreadPoolExecutor(1, "vgpu-final")
         # Nothing runs again before a suspend's drain, so its copies need not be waited for.
         self._final = executor.submit(worker.final, deadline, set_aside=self._set_aside, settles=not self._is_suspend)
@@ -272,15 +250,17 @@ class StagedFreeze:
         """At rest the inventory is final: objects made since the last round are taken as well, and everything is listed."""
         with self._inventory.look(known, others, deadline) as look:
             for process in known:
-                self._choice.refuse_grave(process, look.held[process.identity].blockers)
+                if process.identity in look.held:
+                    self._choice.refuse_grave(process, look.held[process.identity].blockers)
             before = set(self.memory.fds)
-            self._take(known, look, deadline)
+            self._taking.take(known, look, deadline)
+            self._taking.refuse_missing(look)
         self._proof = StagedProof(
-            tuple(self._known.values()),
+            tuple(self._taking.known.values()),
             sum(holdings.driver_bytes for holdings in look.holdings.values()),
             self._used_bytes(deadline),
             self._tools.tolerance,
-            is_marked=bool(self._tools.marks.of(self._container) & self._known.keys()),
+            is_marked=bool(self._tools.marks.of(self._container) & self._taking.known.keys()),
         )
         self._proof.check_listed()
         new = {name: fd for name, fd in self.memory.fds.items() if name not in before}
@@ -290,45 +270,29 @@ class StagedFreeze:
     def _used_bytes(self, deadline: Deadline) -> list[int]:
         """NVML's figures for the staged processes, one for each process and device."""
         by_device = self._driver.node(deadline).device_bytes.values()
-        pids = [identity.pid for identity in self._known]
+        pids = [identity.pid for identity in self._taking.known]
         return [used[pid] for used in by_device for pid in pids if used.get(pid)]
 
     def _note(self, lease: Lease) -> Lease:
-        self.part = StagedPart(tuple(self._known.values()), self.store, is_suspend=self._is_suspend)
+        self.part = StagedPart(tuple(self._taking.known.values()), self.store, is_suspend=self._is_suspend)
         lease = replace(lease, staged=self.part)
         self._journal.write(lease)
         return lease
 
-    def _staged_of(self, found: list[FoundProcess]) -> list[FoundProcess]:
-        return [process for process in found if process.identity in self._known]
-
-    def _forget_ended(self, found: list[FoundProcess], deadline: Deadline) -> None:
-        living = {process.identity for process in found if process.identity.is_alive()}
-        for identity in self._known.keys() - living:
-            self._forget(list(self._known.pop(identity).names()), deadline)
-
     def _each(self, work: Callable[[PreloadLink], object]) -> None:
         def do(process: tuple[ProcessIdentity, str]) -> None:
-            work(self._link(*process))
+            work(self._taking.link(*process))
 
-        processes = tuple((process.identity, process.comm) for process in self._known.values())
+        processes = tuple((process.identity, process.comm) for process in self._taking.known.values())
         raise_first(for_each(processes, do))
 
-    def _group(self) -> GroupRest:
-        return GroupRest(
-            self._links(),
-            {rank.pid: f"process {rank.pid} ({rank.comm})" for rank in self._known.values()},
-            {rank.pid: rank.identity.is_alive for rank in self._known.values()},
+    def _ranks(self) -> Ranks:
+        ranks = self._taking.known.values()
+        return Ranks(
+            self._taking.links(),
+            {rank.pid: f"process {rank.pid} ({rank.comm})" for rank in ranks},
+            lambda pid: any(rank.pid == pid and rank.identity.has_ended() for rank in ranks),
         )
-
-    def _links(self) -> dict[int, PreloadLink]:
-        return {process.pid: self._link(process.identity, process.comm) for process in self._known.values()}
-
-    def _link(self, identity: ProcessIdentity, comm: str) -> PreloadLink:
-        link = self._tools.preloads.links(self._container).get(identity.pid)
-        if link is None:
-            raise PreloadFailed(pid=identity.pid, request=f"anything of {comm}", what="its connection ended")
-        return link
 
     def _bring_back(self) -> None:
         """The undo of all of `stop`; runs after the driver has been undone and the control socket is back.
@@ -349,34 +313,34 @@ class StagedFreeze:
 
     def modes(self) -> Mapping[int, str]:
         """Host pid -> mode, of the processes that were frozen."""
-        staged = {identity.pid: "staged" for identity in self._known}
+        staged = {identity.pid: "staged" for identity in self._taking.known}
         return staged | dict.fromkeys(self.figures.reasons, "driver")
 
     @property
     def is_empty(self) -> bool:
         """No process is staged."""
-        return not self._known
+        return not self._taking.known
 
     def drain(self, deadline: Deadline, phases: Phases) -> Path | None:
         """Have everything in the store, and the place of each chunk written down."""
-        if self._staging is None:
+        if self._taking.staging is None:
             return None
         with phases("drain"):
-            self._staging.drain(deadline, phases.bytes)
-            self.figures.copied_s = self._staging.copied_s
-            self.fragment = self._staging.write_fragment(deadline)
+            self._taking.staging.drain(deadline, phases.bytes)
+            self.figures.copied_s = self._taking.staging.copied_s
+            self.fragment = self._taking.staging.write_fragment(deadline)
         return self.fragment
 
     def let_memory_go(self, deadline: Deadline) -> None:
         """Give the device memory up: its content is in the store."""
-        if self._staging is not None:
-            self._staging.let_objects_go(deadline)
+        if self._taking.staging is not None:
+            self._taking.staging.let_objects_go(deadline)
         self._keeper.drop()
         self.memory.clear()
 
     def take_staging(self) -> Staging | None:
         """The worker, now the caller's."""
-        staging, self._staging = self._staging, None
+        staging, self._taking.staging = self._taking.staging, None
         return staging
 
     def close(self, *, keeps_store: bool) -> None:
@@ -384,7 +348,7 @@ class StagedFreeze:
 
         Only for processes that run again, or have ended, or whose content the store has.
         """
-        staging, self._staging = self._staging, None
+        staging, self._taking.staging = self._taking.staging, None
         if staging is not None:
             staging.close(keeps_store=keeps_store)
         self.memory.clear()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gpu_state.kcmp import same_files
 from gpu_state.preload_link import close_all
+from gpu_state.preload_peer import LOST
 from gpu_state.processes import ns_pid_of
 from gpu_state.shared_objects import SHARE_KINDS, Held, Party, Surroundings, resolve
 from vgpu_errors import PreloadFailed, VgpuError
@@ -46,6 +47,7 @@ class Look:
     """What each process has, what its preload said, and the descriptors of shared objects by name."""
 
     held: dict[ProcessIdentity, Held] = field(default_factory=dict)
+    ns_pids: dict[ProcessIdentity, int] = field(default_factory=dict)
     holdings: dict[ProcessIdentity, Holdings] = field(default_factory=dict)
     fds: dict[str, int] = field(default_factory=dict)
 
@@ -121,16 +123,14 @@ class StagedInventory:
     def _ask(self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline) -> _Told | None:
         try:
             return self._told(process, link, deadline)
-        except PreloadFailed:
-            if process.identity.is_alive():
-                raise
-            return None
+        except PreloadFailed as problem:
+            if problem.fields["what"] == LOST and process.identity.has_ended():
+                return None
+            raise
 
     def _told(self, process: FoundProcess, link: PreloadLink | None, deadline: Deadline) -> _Told:
         if link is None:
-            raise PreloadFailed(
-                pid=process.pid, request=f"INVENTORY of process {process.pid}", what="its connection ended"
-            )
+            raise PreloadFailed(pid=process.pid, request=f"INVENTORY of process {process.pid}", what=LOST)
         holdings = link.holdings(deadline)
         shares: tuple[Share, ...] = ()
         fds: dict[int, int] = {}
@@ -159,6 +159,7 @@ class StagedInventory:
         for one, party in zip(told, parties, strict=True):
             found = look.held[one.process.identity] = held[party.ns_pid]
             look.holdings[one.process.identity] = one.holdings
+            look.ns_pids[one.process.identity] = party.ns_pid
             shared = [item.id for item in found.objects if item.id in one.fds]
             look.fds |= {party.name_of(number): one.fds.pop(number) for number in shared}
         return look

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_state.fd_keeper import Keeper
+from gpu_state.group_company import NOBODY, Company
 from gpu_state.import_marks import ImportMarks
 from gpu_state.inventory_proof import Tolerance
 from gpu_state.phases import Phases
 from gpu_state.staged_choice import wants_preload
+from gpu_state.staged_descriptors import StagedDescriptors
 from gpu_state.staged_freeze import StagedFreeze, StagedTools
+from gpu_state.staged_inventory import StagedInventory
 from gpu_state.staged_restore import Prefill, WantedProcess, checked_record, moved, wanted_processes
+from gpu_state.staged_taking import staged_process
 from gpu_state.staged_thaw import Memory, StagedThaw
 from vgpu_errors import AgentRefused, VgpuError
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from gpu_state.leases import Journal, Lease
     from gpu_state.registration import Registration
     from gpu_state.remote_driver import CheckpointDriver
+    from gpu_state.staged_inventory import Look
     from gpu_state.staged_lease import StagedPart
     from gpu_state.staging_seam import Staging, StagingFactory
 
@@ -73,24 +78,31 @@ class StagedService:
     # ---- freeze, drain, end --------------------------------------------------------------------------------
 
     def freeze_to(
-        self, container: str, image_path: str, *, leaves_running: bool, parents: Sequence[str] = ()
+        self,
+        container: str,
+        image_path: str,
+        *,
+        leaves_running: bool,
+        parents: Sequence[str] = (),
+        company: Company = NOBODY,
     ) -> StagedFreeze:
         """The staged side of a checkpoint into `image_path`, without what lies in the packs of `parents`."""
-        return self._freeze(container, image_path, set_aside=leaves_running, parents=parents)
+        return self._freeze(container, image_path, company, set_aside=leaves_running, parents=parents)
 
-    def freeze_marked_only(self, container: str) -> StagedFreeze:
+    def freeze_marked_only(self, container: str, company: Company = NOBODY) -> StagedFreeze:
         """For a client that names no image path: nothing is staged, and what must not go to the driver is refused."""
-        return self._freeze(container, None)
+        return self._freeze(container, None, company)
 
-    def suspend_to(self, container: str, target: str | None) -> StagedFreeze:
+    def suspend_to(self, container: str, target: str | None, company: Company = NOBODY) -> StagedFreeze:
         """The staged side of a suspend, to the folder `target` or to memory."""
         folder = self._suspend_folder(container, target)
-        return self._freeze(container, str(folder), kind="packs" if target else "memory", is_suspend=True)
+        return self._freeze(container, str(folder), company, kind="packs" if target else "memory", is_suspend=True)
 
     def _freeze(
         self,
         container: str,
         store: str | None,
+        company: Company,
         *,
         kind: str = "packs",
         set_aside: bool = False,
@@ -105,6 +117,7 @@ class StagedService:
             open_store=lambda: self._staging.open(str(store), kind=kind, parents=parents),
             wants_preload=is_staged if store is not None else lambda _pid: False,
             tolerance=self._tolerance,
+            company=company,
         )
         return StagedFreeze(
             container,
@@ -220,7 +233,8 @@ class StagedService:
         if part is None or part.store is None or not part.bytes:
             return None
         wanted = tuple(
-            WantedProcess(process.ns_pid, process.comm, process.objects, process.imports) for process in part.processes
+            WantedProcess(process.ns_pid, process.comm, process.objects, process.imports, process.descriptors)
+            for process in part.processes
         )
         self.end_prefill(lease.container)
         put_away = partial(self._cool_down, lease.container)
@@ -330,22 +344,26 @@ class StagedService:
         for staging in idle:
             staging.close(keeps_store=True)
 
-    def blockers(self, container: str, deadline: Deadline) -> dict[int, dict[str, Any]]:
-        """Host pid -> what its preload says it holds, for `vgpu doctor`."""
-        found: dict[int, dict[str, Any]] = {}
-        for pid, link in self._registration.links(container).items():
-            try:
-                holdings = link.holdings(deadline)
-            except VgpuError as problem:
-                found[pid] = {"problem": str(problem)}
-                continue
-            found[pid] = {
-                "objects": len(holdings.objects),
-                "object_bytes": holdings.object_bytes,
-                "driver_bytes": holdings.driver_bytes,
-                "blockers": [blocker.to_json() for blocker in holdings.blockers],
-            }
-        return found
+    def blockers(
+        self, container: str, cgroup: str, found: list[FoundProcess], deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        """Host pid -> what its preload says it holds, for `vgpu doctor`; without what all its processes share."""
+        links = self._registration.links(container)
+        staged = [process for process in found if process.pid in links]
+        others = [process for process in found if process.pid not in links]
+        try:
+            with StagedInventory(container, self._registration).look(staged, others, deadline) as look:
+                told = [process for process in staged if process.identity in look.held]
+                holdings = {process.pid: _holdings_json(process, look) for process in told}
+                known = [staged_process(process, look) for process in told]
+                for pid, blocker in StagedDescriptors(container, cgroup).blockers(known, look.fds):
+                    holdings[pid]["blockers"].append(blocker.to_json())
+                return holdings
+        except VgpuError as problem:  # one that does not answer keeps nobody from telling what the others hold
+            if len(staged) < 2:
+                return {process.pid: {"problem": str(problem)} for process in staged}
+        parts = [self.blockers(container, cgroup, [one, *others], deadline) for one in staged]
+        return {pid: told for part in parts for pid, told in part.items()}
 
     def modes(self, container: str) -> dict[int, str]:
         """Host pid -> "staged", of the processes that are."""
@@ -356,6 +374,17 @@ class StagedService:
 
     def _keeper(self, container: str) -> Keeper:
         return Keeper(self._run_dir / "keep", container)
+
+
+def _holdings_json(process: FoundProcess, look: Look) -> dict[str, Any]:
+    held, told = look.held[process.identity], look.holdings[process.identity]
+    return {
+        "objects": len(held.objects),
+        "object_bytes": sum(one.size for one in held.objects),
+        "imports": len(held.imports),
+        "driver_bytes": told.driver_bytes,
+        "blockers": [blocker.to_json() for blocker in held.blockers],
+    }
 
 
 def staged_json(freeze: StagedFreeze) -> dict[str, Any]:
@@ -370,6 +399,11 @@ def staged_json(freeze: StagedFreeze) -> dict[str, Any]:
             str(process.ns_pid): [held.to_json() for held in process.imports]
             for process in (part.processes if part else ())
             if process.imports
+        },
+        "descriptors": {
+            str(process.ns_pid): [parked.to_json() for parked in process.descriptors]
+            for process in (part.processes if part else ())
+            if process.descriptors
         },
         "groups": figures.groups,
         "bytes": part.bytes if part else 0,

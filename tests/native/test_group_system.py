@@ -8,17 +8,27 @@ import json
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from gpu_state.processes import open_files
 from image_format.vram import read_fragment
 from tests.native.test_staged_system import System, drain, release
 from tests.unit.agent_stage import CONTAINER, Group, cgroup2_mount, wait_until
 from tests.unit.test_staged_flows import pools
-from vgpu_errors import DeadlineExceeded, DriverCallFailed, GpuProcessUnreadable, PreloadFailed, VgpuError
+from vgpu_errors import (
+    DeadlineExceeded,
+    DriverCallFailed,
+    GpuObjectBlocks,
+    GpuProcessUnreadable,
+    PreloadFailed,
+    VgpuError,
+)
 from vgpu_preload import build as preload_build
 
 pytestmark = [
@@ -209,6 +219,96 @@ def objects(system):
         frozen = system.staged_freeze(client)
         release(client, frozen)
     return [held for each in frozen["staged"]["objects"].values() for held in each]
+
+
+# ---- descriptors that the application keeps or has on the way
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("ring", 3), ("graph", 2), ("server", 3)])
+def test_descriptors_that_are_kept_are_of_the_same_memory_after_each_suspend(system, mode, ranks):
+    """Importers map what they kept again and again, and write through it."""
+    group = started(system, mode, "fd", ranks, ("--hold", "1"))
+    for _ in range(2):
+        done = system.ask("suspend")
+        held = done["staged"]["descriptors"]
+        assert len(held) == ranks
+        assert group.stands_still()
+        assert not [link for pid in group.pids for link in open_files(pid) if "software-gpu" in link]
+        system.ask("resume")
+        group.goes_on(by=9)
+    system.cycle(group, leave_running=True)
+    group.goes_on(by=9)
+
+
+def test_descriptors_that_are_sent_while_the_memory_is_away_are_of_the_new_memory(system):
+    """A placeholder goes in their stead, and is exchanged where it has come to: at the number of who waits at its gate with it."""
+    options = ("--share", "fd", "--devices", "2", "--send-late", "1500")
+    group = system.group("late", *options, mode="ring", ranks=2, begun=False)
+    wait_until(lambda: len(group.late()) == 2, "both to have exported")
+    system.ask("suspend")
+    assert group.steps() == {}
+    time.sleep(2)
+    assert [link for pid in group.pids for link in open_files(pid) if "placeholder" in link]
+    system.ask("resume")
+    group.goes_on()
+
+
+def test_descriptors_on_the_way_are_waited_for(system):
+    """Two ranks that take their time to receive: a suspend in between comes off when they have."""
+    options = ("--share", "fd", "--devices", "2", "--take-late", "600")
+    group = system.group("late", *options, mode="ring", ranks=2, begun=False)
+    wait_until(lambda: len(group.late()) == 2, "both to have sent")
+    system.ask("suspend")
+    system.ask("resume")
+    group.goes_on()
+
+
+def test_descriptors_that_nobody_comes_for_are_refused_and_all_go_on(system):
+    options = ("--share", "fd", "--devices", "2", "--take-late", "4000")
+    group = system.group("late", *options, mode="ring", ranks=2, begun=False)
+    wait_until(lambda: len(group.late()) == 2, "both to have sent")
+    with pytest.raises(GpuObjectBlocks, match="descriptors lie unread in its socket") as told:
+        system.ask("suspend")
+    assert any(f"Process {pid} (ring)" in str(told.value) for pid in group.pids)
+    group.goes_on()
+    system.ask("suspend")
+    system.ask("resume")
+    group.goes_on()
+
+
+RELAY = """
+import os, sys
+kept = [os.pidfd_open(int(sys.argv[1]))]
+for number in sys.argv[2:]: kept.append(__import__("ctypes").CDLL(None).syscall(438, kept[0], int(number), 0))
+print(kept[-1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_relay_without_cuda_is_refused_by_name_until_it_lets_go(system):
+    group = started(system, "ring", "fd", 2, ("--hold", "1"))
+    owner = group.pids[0]
+    number = next(
+        n for n in os.listdir(f"/proc/{owner}/fd") if int(n) < 200 and "memfd:software-gpu" in link_of(owner, n)
+    )
+    command = [sys.executable, "-c", RELAY, str(owner), number]
+    relay = system.spawn(command, cgroup="", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    kept = int(relay.stdout.readline())
+    with pytest.raises(GpuObjectBlocks, match=f"Process {relay.pid} .*: its descriptor {kept} is GPU memory, object"):
+        system.ask("suspend")
+    group.goes_on()
+    relay.communicate(timeout=10)
+    system.ask("suspend")
+    assert group.stands_still()
+    system.ask("resume")
+    group.goes_on()
+
+
+def link_of(pid, number):
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{number}")
+    except FileNotFoundError:
+        return ""
 
 
 # ---- ranks that do not come, end, or never become level

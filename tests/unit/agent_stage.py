@@ -82,13 +82,14 @@ def children_of(pid):
 class Group:
     """Processes that share device memory and wait for each other on the device; each checks what it gets."""
 
-    def __init__(self, stage, name, *options, mode="ring", ranks=4, cgroup=""):
+    def __init__(self, stage, name, *options, mode="ring", ranks=4, cgroup="", begun=True):
         self.stage, self.ranks = stage, ranks
         self.out = stage.folder / f"{name}.out"
         arguments = ["--out", str(self.out), "--mode", mode, "--ranks", str(ranks), "--interval", "5", *options]
         self.process = stage.spawn([str(stage.driver / "ring"), *arguments], cgroup=cgroup)
         self.members = set(range(1 if mode == "outlive" else 0, ranks - 1 if mode == "guests" else ranks))
-        wait_until(lambda: self.members <= self.steps().keys(), f"the first step of each rank of {name}")
+        if begun:
+            wait_until(lambda: self.members <= self.steps().keys(), f"the first step of each rank of {name}")
 
     @property
     def pids(self):
@@ -118,6 +119,11 @@ class Group:
         before = self.steps()
         time.sleep(0.15)
         return self.steps() == before
+
+    def late(self):
+        """What late ranks have done so far."""
+        path = self.out.with_suffix(".out.late")
+        return path.read_text().splitlines() if path.exists() else []
 
     def let_stalled_come(self):
         self.out.with_suffix(".out.go").touch()
@@ -215,12 +221,13 @@ class Stage:
     def states(self):
         return {process["pid"]: process["state"] for process in self.inventory()}
 
-    def write_state(self, container=CONTAINER, cgroup=None):
+    def write_state(self, container=CONTAINER, cgroup=None, **more):
         """What the runtime shim writes for a GPU container."""
         self.control_socket().parent.mkdir(parents=True, exist_ok=True)  # by the shim, where it injects the preload
         folder = self.run_dir / "state"
         partial = folder / f".{container}.partial"
         doc = {"id": container, "engine": "podman", "pid": 1, "cgroup": cgroup or self.cgroup, "created": 1}
+        doc |= more
         partial.write_text(json.dumps(doc))
         partial.rename(folder / f"{container}.json")
 

@@ -12,9 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from image_format.fields import Fields
+from image_format.gpu_objects import ImportEntry, ObjectEntry
+from image_format.record import Container, LowLevelRuntime, ProcessEntry, Record
+from image_format.sealing import seal
+from image_format.trust.keys import make_node_key
+from image_format.verifying import read_claims
 from image_format.vram import read_fragment
 from tests.unit.agent_stage import CONTAINER, cgroup2_mount, wait_until
-from tests.unit.test_staged_flows import StagedCounter, drain, freeze, release, resume, stage, suspend
+from tests.unit.test_staged_flows import (
+    DOUBLE,
+    StagedCounter,
+    drain,
+    freeze,
+    release,
+    resume,
+    stage,
+    suspend,
+    used_bytes,
+)
 from vgpu_errors import DeadlineExceeded, GpuObjectBlocks, PreloadFailed
 
 __all__ = ["stage"]
@@ -271,6 +287,126 @@ def test_a_preload_that_knows_no_groups_is_refused_as_before(stage):
     with stage.connect() as client, pytest.raises(GpuObjectBlocks, match=r"imported from|exported to"):
         freeze(stage, client)
     assert group.is_counting()
+
+
+def test_a_gpu_process_that_is_not_staged_may_have_what_was_given_away(stage):
+    group = Group(stage, 2)
+    plain = stage.counter("plain")
+    with (
+        stage.connect() as client,
+        pytest.raises(GpuObjectBlocks, match=f"process {plain.pid} .* is not staged and may"),
+    ):
+        freeze(stage, client)
+    assert group.is_counting()
+    plain.process.kill()
+    plain.process.wait()
+    suspend(stage)
+    resume(stage)
+    assert group.is_counting()
+
+
+def test_a_process_of_another_container_that_shares_is_named(stage):
+    group = Group(stage, 2, together=False)
+    others = Stranger(stage)
+    with stage.connect() as client, pytest.raises(GpuObjectBlocks, match=f"process {others.pid} of container other"):
+        freeze(stage, client)
+    assert group.is_counting()
+    others.close()
+    suspend(stage)
+    resume(stage)
+    assert group.is_counting()
+
+
+class Stranger:
+    """A rank of the first container's group that lives in a container of its own."""
+
+    def __init__(self, stage):
+        (stage.run_dir / "containers" / "other").mkdir()
+        (stage.run_dir / "containers" / "other" / "mode").write_text("staged")
+        (stage.cgroup_folder.parent / f"{stage.cgroup_folder.name}-other").mkdir()
+        self.folder = stage.cgroup_folder.parent / f"{stage.cgroup_folder.name}-other"
+        stage.write_state("other", f"{stage.cgroup}-other")
+        socket_path = stage.run_dir / "containers" / "other" / "agent.sock"
+        wait_until(socket_path.is_socket, "the other control socket")
+        out = stage.folder / "stranger.out"
+        command = [stage.python, DOUBLE, str(socket_path), str(out), "--take", str(stage.folder / "hub"), "--rank", "5"]
+        entry = f'echo 0 > "{self.folder}/cgroup.procs" && exec "$@"'
+        self.process = stage.spawn(["sh", "-c", entry, "sh", *command, "--ranks", "6"])
+        wait_until(out.exists, "its first step")
+        args = {"container": "other", "cgroup": f"{stage.cgroup}-other"}
+        wait_until(
+            lambda: any(p["registered"] for p in stage.ask("inventory", **args)["processes"]), "its registration"
+        )
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not (self.folder / "cgroup.procs").read_text(), "its end")
+        self.folder.rmdir()
+
+
+def test_the_doctor_names_what_is_shared_with_nobody_who_is_staged_and_nothing_else(stage):
+    group = Group(stage, 2)
+    asked = {"container": CONTAINER, "cgroup": stage.cgroup, "blockers": True}
+    held = stage.ask("inventory", **asked)["holdings"]
+    assert [held[str(rank.pid)]["blockers"] for rank in group.ranks] == [[], []]
+    assert [held[str(rank.pid)]["imports"] for rank in group.ranks] == [0, 1]
+    plain = stage.counter("plain")
+    held = stage.ask("inventory", **asked)["holdings"]
+    assert "is not staged and may have it" in held[str(group.ranks[0].pid)]["blockers"][0]["what"]
+    plain.process.kill()
+    plain.process.wait()
+
+
+# ---- restore -----------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_gives_exporter_and_importers_the_same_new_memory(stage, tmp_path):
+    group = Group(stage, 3)
+    key = make_node_key(tmp_path)
+    with stage.connect() as client:
+        frozen = freeze(stage, client)
+        done = drain(client)
+        (stage.image / "core-1.img").write_bytes(b"as CRIU leaves it")
+        seal(stage.image, record_of(done, group, stage), key, vram=Path(done["fragment"]))
+        release(client, frozen, keep=True)
+        record = read_claims(stage.image)[0]
+        assert "shared" in record.required_features
+        wait_until(lambda: used_bytes(stage) == 0, "the end of the worker")
+        args = {"container": CONTAINER, "cgroup": stage.cgroup, "deadline_s": 20, "image_path": str(stage.image)}
+        filling = client.request("prefill", args | {"content_root": record.content_root}, deadline_s=30)
+        assert filling["objects"] == 4
+        client.request("thaw", args | {"prefill": filling["handle"]}, deadline_s=30)
+        assert group.is_counting()
+    suspend(stage)  # and it is one object to the next freeze as well
+    resume(stage)
+    assert group.is_counting()
+
+
+def record_of(done, group, stage):
+    staged = done["staged"]
+    processes = tuple(
+        ProcessEntry(
+            rank.pid,
+            "python",
+            "staged",
+            (stage.uuids[0],),
+            objects=tuple(ObjectEntry.from_json(Fields(doc, "o")) for doc in staged["objects"][str(rank.pid)]),
+            imports=tuple(ImportEntry.from_json(Fields(doc, "i")) for doc in staged["imports"].get(str(rank.pid), [])),
+        )
+        for rank in group.ranks
+    )
+    return Record(
+        created="2026-01-01T00:00:00Z",
+        container=Container(CONTAINER, "podman"),
+        low_level_runtime=LowLevelRuntime("runc", "1", "/usr/bin/runc"),
+        processes=processes,
+        mode="staged",
+    )
 
 
 # ---- another agent ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_state import group_rest
 from gpu_state.deadline import Deadline
 from gpu_state.group_rest import MOST_PERMITS, GroupRest, Memory, decide
 from gpu_state.preload_link import GateState
@@ -371,8 +372,9 @@ class Link:
         self._ask("open", "open")
 
 
-def group(*links):
-    return GroupRest(dict(enumerate(links)), {number: f"process {number} (python3)" for number in range(len(links))})
+def group(*links, has_died=lambda _rank: False):
+    names = {number: f"process {number} (python3)" for number in range(len(links))}
+    return GroupRest(dict(enumerate(links)), names, has_died)
 
 
 def test_a_group_halts_passes_nobody_and_rests():
@@ -405,4 +407,19 @@ def test_a_rank_that_dies_leaves_no_other_closed(at):
     links = [Link(IDLE), Link(IDLE, dies_at=at), Link(BUSY)]
     with pytest.raises(PreloadFailed, match="its connection ended"):
         group(*links).run(Deadline(5))
+    assert links[0].phase == links[2].phase == "open"
+
+
+@pytest.mark.parametrize("at", ["halt", "let_pass", "rest"])
+def test_a_rank_that_came_to_its_end_is_missed_by_nobody(at):
+    links = [Link(IDLE), Link(IDLE, dies_at=at), Link(ASLEEP)]
+    group(*links, has_died=lambda rank: rank == 1).run(Deadline(5))
+    assert links[0].phase == links[2].phase == "rested"
+
+
+def test_a_rank_that_was_killed_while_others_wait_for_it_opens_their_gates_soon(monkeypatch):
+    monkeypatch.setattr(group_rest, "DEATH_S", 0.1)
+    links = [Link(BUSY), Link(IDLE, dies_at="let_pass"), Link(BUSY)]
+    with pytest.raises(PreloadFailed, match="its connection ended"):
+        group(*links, has_died=lambda rank: rank == 1).run(Deadline(60))
     assert links[0].phase == links[2].phase == "open"

@@ -79,9 +79,10 @@ class StagedCounter:
         return self.step() == before
 
 
-@pytest.fixture
-def stage():
-    stage = Stage(memory_mib=256)
+@contextlib.contextmanager
+def running_stage(memory_mib):
+    """A node with an agent and one container in staged mode."""
+    stage = Stage(memory_mib=memory_mib)
     stage.python = sys.executable
     try:
         stage.start_agent()
@@ -97,6 +98,12 @@ def stage():
         stage.close()
         for path in pools(stage):
             path.unlink()
+
+
+@pytest.fixture
+def stage():
+    with running_stage(memory_mib=256) as stage:
+        yield stage
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The parts of staged mode that need no process: frames with descriptors, claims of a preload, blockers, the keeper, the proof."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -17,11 +18,13 @@ from gpu_state.import_marks import ImportMarks
 from gpu_state.inventory_proof import DeviceInventory, Tally, Tolerance, prove
 from gpu_state.leases import Journal, Lease
 from gpu_state.preload_frames import STAGED_VERSION, Frame, FrameError, FrameReader, FrameType, Hello
-from gpu_state.preload_link import PreloadLink
+from gpu_state.preload_link import GateState, PreloadLink
 from gpu_state.preload_objects import Blocker, DeviceObject, Holdings
 from gpu_state.preload_peer import Peer
 from gpu_state.processes import ProcessIdentity, identity_of
+from gpu_state.shared_objects import ImportedObject
 from gpu_state.staged_lease import StagedPart, StagedProcess
+from gpu_state.staged_proof import StagedProof
 from oci_hook.injection import mode_of
 from oci_hook.settings import parse_settings
 from runtime_shim.staged_checkpoint import mode_in
@@ -152,6 +155,65 @@ def test_a_failure_is_told_with_its_code_and_object(far):
         PreloadLink(far(answer).peer).release(Deadline(5))
 
 
+def test_shares_come_with_their_descriptors(far):
+    share = OBJECT | {"role": "exporter", "shared": {"ways": ["descriptor"], "peers": [], "peer_count": 0}}
+
+    def answer(far, frame):
+        with open(os.devnull) as file:
+            far.send(FrameType.FDS, frame.sequence, {"objects": [1]}, [file.fileno()])
+        far.send(FrameType.SHARES_ARE, frame.sequence, {"shares": [share]})
+
+    shares, fds = PreloadLink(far(answer).peer).shares(Deadline(5))
+    assert [(one.role, one.id) for one in shares] == [("exporter", 1)]
+    assert fds.keys() == {1}
+    os.close(fds[1])
+
+
+@pytest.mark.parametrize("shares", [[], [{"role": "thief"} | OBJECT], "x", [OBJECT | {"role": "exporter", "size": 0}]])
+def test_damaged_shares_are_refused_and_their_descriptors_closed(far, shares):
+    def answer(far, frame):
+        with open(os.devnull) as file:
+            far.send(FrameType.FDS, frame.sequence, {"objects": [1]}, [file.fileno()])
+        far.send(FrameType.SHARES_ARE, frame.sequence, {"shares": shares})
+
+    one = far(answer)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PreloadFailed, match=r"SHARES of process .* damaged"):
+        PreloadLink(one.peer).shares(Deadline(5))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_halted_process_tells_who_waits_at_its_gate(far):
+    asked = []
+
+    def answer(far, frame):
+        asked.append((frame.type, frame.payload))
+        state = {"passed": 3, "waiting": 1, "inside": 0, "capturing": False, "idle": True}
+        far.send(FrameType.HALTED if frame.type == FrameType.HALT else FrameType.PASSED, frame.sequence, state)
+
+    link = PreloadLink(far(answer).peer)
+    link.halt(Deadline(5))
+    assert link.phase == "halted"
+    assert link.let_pass(4, 20, Deadline(5)) == GateState(3, 1, 0, is_capturing=False, is_idle=True)
+    assert asked[1] == (FrameType.LET_PASS, {"calls": 4, "wait_ms": 20})
+
+
+def test_another_threads_request_is_waited_for_no_longer_than_the_deadline(far):
+    link = PreloadLink(far(lambda *_: None).peer)
+
+    def rest():
+        with contextlib.suppress(DeadlineExceeded):
+            link.rest(Deadline(1.5))
+
+    first = threading.Thread(target=rest)
+    first.start()
+    while not link._peer._asking.locked():
+        pass
+    with pytest.raises(DeadlineExceeded, match="INVENTORY of process"):
+        link.holdings(Deadline(0.2))
+    first.join()
+
+
 # ---- claims ------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +229,8 @@ def test_holdings_survive_the_journal():
     [
         {"objects": {}},
         {"objects": [OBJECT, OBJECT]},
+        {"objects": [OBJECT], "imports": [OBJECT | {"kind": "import"}]},
+        {"imports": "x"},
         {"objects": [OBJECT | {"size": -1}]},
         {"objects": [OBJECT | {"size": 1 << 60}]},
         {"objects": [OBJECT | {"id": "1"}]},
@@ -212,6 +276,21 @@ def test_only_what_the_driver_takes_along_is_left_to_it():
     assert blockers.grave([blocker("from-the-future")])
 
 
+def test_events_that_the_driver_keeps_hinder_nobody():
+    assert blockers.grave([blocker("ipc-event")]) == blockers.for_driver([blocker("ipc-event")]) == []
+    held = {"objects": 1, "object_bytes": 2 << 20, "driver_bytes": 0, "blockers": [blocker("ipc-event").to_json()]}
+    assert [check.status for check in doctor.holdings(7, "python3", held)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("host-vmm", "NCCL_CUMEM_HOST_ENABLE=0"), ("fabric", "NCCL_MNNVL_ENABLE=0")]
+)
+def test_what_loses_the_process_in_the_drivers_hands_is_refused_with_the_variable_that_avoids_it(kind, variable):
+    assert blockers.grave([blocker(kind)]) == [blocker(kind)]
+    assert blockers.for_driver([blocker(kind)]) == []
+    assert variable in blockers.rule_of(kind).remedy
+
+
 def test_every_kind_that_the_library_names_has_a_rule():
     names = set()
     for source in ("held.c", "inventory.c"):
@@ -252,6 +331,48 @@ def test_the_proof_holds_or_names_the_device(allocated, tally, used, is_proved):
         return
     with pytest.raises(InventoryMismatch, match=UUID):
         prove(inventory, Tally(*tally), Tolerance())
+
+
+def staged(ns_pid, *, mine=(), imports=()):
+    objects = (
+        DeviceObject.from_json(OBJECT | {"id": n, "size": size, "kind": kind}) for n, (kind, size) in enumerate(mine)
+    )
+    taken = (ImportedObject(99 + n, "1/0", "import", size, 0, 0, UUID, ()) for n, size in enumerate(imports))
+    return StagedProcess(ProcessIdentity(ns_pid, 1), "x", ns_pid, tuple(objects), tuple(taken))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("used", "is_listed"),
+    [
+        ((8 * GIB, 0), True),  # the driver counts it for the exporter
+        ((8 * GIB, 8 * GIB), True),  # and for each importer
+        ((8 * GIB, 12 * GIB), False),  # what is beyond, nobody has listed
+        ((4 * GIB, 0), False),
+    ],
+)
+def test_what_is_imported_may_be_counted_once_more_and_no_oftener(used, is_listed):
+    processes = [staged(1, mine=[("vmm", 8 * GIB)]), staged(2, imports=[8 * GIB])]
+    proof = StagedProof(processes, 0, used, Tolerance(), is_marked=False)
+    if is_listed:
+        proof.check_listed()
+        (told,) = proof.check_taken({UUID: Tally(8 * GIB, 8 * GIB, 0, 0)})
+        assert told.to_json()["may_repeat_bytes"] == 8 * GIB
+        return
+    with pytest.raises(InventoryMismatch):
+        proof.check_listed()
+
+
+@pytest.mark.parametrize(("kind", "is_marked", "is_listed"), [("opened", 0, True), ("vmm", 1, True), ("vmm", 0, False)])
+def test_orphans_and_what_the_agent_gave_may_be_counted_for_nobody(kind, is_marked, is_listed):
+    proof = StagedProof([staged(1, mine=[(kind, 8 * GIB)])], 0, [GIB], Tolerance(), is_marked=bool(is_marked))
+    if is_listed:
+        proof.check_listed()
+        return
+    with pytest.raises(InventoryMismatch):
+        proof.check_listed()
 
 
 def test_tallies_of_devices_add_up():
@@ -311,13 +432,18 @@ def test_marks_outlive_the_agent_and_not_the_process(tmp_path, process):
 
 
 def test_a_staged_lease_survives_the_journal(tmp_path):
-    staged = StagedProcess(ProcessIdentity(5, 6), "x", 1, (DeviceObject.from_json(OBJECT),))
+    taken = ImportedObject(3, "2/4", "opened", 2 << 20, 5, None, UUID, DeviceObject.from_json(OBJECT).mappings)
+    staged = StagedProcess(ProcessIdentity(5, 6), "x", 1, (DeviceObject.from_json(OBJECT),), (taken,))
     part = StagedPart((staged,), "/image", is_complete=True, is_suspend=True, is_suspended=True)
     lease = Lease("id", "c1", "/c1", ProcessIdentity(1, 2), ((ProcessIdentity(5, 6), "x"),), staged=part)
     Journal(tmp_path).write(lease)
     assert Journal(tmp_path).of("c1") == lease
     assert lease.is_suspended
     assert staged.names() == {"1/1": staged.objects[0]}
+    assert staged.wanted() == {1: "1/1", 3: "2/4"}
+    older = staged.to_json()
+    del older["imports"]  # of an agent that knew none
+    assert StagedProcess.from_json(older).imports == ()
 
 
 # ---- the mode of a container -----------------------------------------------------------------------------------
