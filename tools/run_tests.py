@@ -1,4 +1,4 @@
-"""Runs the whole suite in parts, two pytest processes at a time: tests in test hosts in two parts, and all others.
+"""Runs the whole suite in parts, two pytest processes at a time: native tests, tests in test hosts in two parts, all others.
 
 Most of their time is waiting, so two fit two cores. The output of a part in the background follows when it has ended; the
 last line sums all up. Called by `make test`.
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ENGINES = Path("tests/engines")
+ENGINES, NATIVE = Path("tests/engines"), Path("tests/native")
 # The other half of the engines' time; what is in no list goes with the first.
 SECOND_HALF = ("bad_input", "containerd", "cosign", "cri", "deploy", "docker", "interrupted", "nri", "registry")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b")
@@ -27,7 +27,9 @@ Part = tuple[str, list[str]]
 def main() -> int:
     """The worst of the exit statuses."""
     with_hosts = "--without-hosts" not in sys.argv[1:]
-    waiting = [("all others", ["-m", "not engines and not gpu"]), *(_engine_parts() if with_hosts else [])]
+    native = ("the preload and the agent on the software driver", ["-m", "not gpu", str(NATIVE)])
+    others = ("all others", ["-m", "not engines and not gpu", f"--ignore={NATIVE}"])
+    waiting = [native, *(_engine_parts() if with_hosts else []), others]
     running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     status, text, tells_at = 0, "", 0.0
     while waiting or running:
