@@ -8,6 +8,7 @@ A lease that `freeze` returns belongs to this connection: close it, or die, and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -89,6 +90,11 @@ class AgentClient:
         waiting = select.poll()
         waiting.register(self._connection, select.POLLRDHUP)
         return not waiting.poll(0)  # POLLHUP and POLLERR come unasked; what was not read yet does not hide them
+
+    def hang_up(self) -> None:
+        """From another thread: whoever waits for an answer gets none, and the agent undoes what it had begun."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give the connection up; the agent thaws what a lease of it still holds."""

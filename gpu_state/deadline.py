@@ -39,6 +39,21 @@ class Deadline:
         """The same time from now on."""
         return Deadline(self.seconds, why_cancelled=self._why_cancelled, clock=self._clock)
 
+    def unless(self, why_cancelled: Callable[[], str | None]) -> Deadline:
+        """The same moment, and over as well for what `why_cancelled` says."""
+        ours = self._why_cancelled
+        same = Deadline(self.seconds, why_cancelled=lambda: ours() or why_cancelled(), clock=self._clock)
+        same._ends_at = self._ends_at
+        return same
+
+    def later(self, seconds: float) -> Deadline:
+        """So many seconds more than what is left."""
+        return Deadline(self.remaining() + seconds, why_cancelled=self._why_cancelled, clock=self._clock)
+
+    def why_cancelled(self) -> str | None:
+        """Why nobody wants it any more, None where somebody does."""
+        return self._why_cancelled()
+
     def check(self, phase: str) -> None:
         """Raise where there is no time left for `phase`, or nobody who wants it."""
         if (reason := self._why_cancelled()) is not None:

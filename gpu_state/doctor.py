@@ -270,15 +270,15 @@ def holdings(pid: int, comm: str, held: Mapping[str, Any]) -> list[Check]:
 
 def _blocking(key: str, comm: str, blocker: Blocker) -> Check:
     rule = rule_of(blocker.kind)
-    status: Status = "warn" if rule.is_for_driver or rule.is_passing else "fail"
+    status: Status = "ok" if rule.is_kept else "warn" if rule.is_for_driver or rule.is_passing else "fail"
     return Check(key, status, f"{comm} holds {sentence(blocker)}", rule.remedy)
 
 
 UNSEEN = Check(
     "unseen memory",
     "warn",
-    "managed memory, and memory exported to or imported from other processes, cannot be seen from outside in driver mode "
-    "(descriptors and mappings look alike): the driver refuses the first at the checkpoint, but imported memory only at the "
-    "restore, where the process is lost",
-    "Take the first checkpoint of a new application with '--leave-running' while nothing is at stake.",
+    "managed memory, host memory of cuMemCreate, and memory exported to or imported from other processes, cannot be seen from "
+    "outside in driver mode (descriptors and mappings look alike): the driver refuses the first at the checkpoint, but host and "
+    "imported memory only at the restore, where the process is lost",
+    "Set NCCL_CUMEM_HOST_ENABLE=0 for NCCL, and take the first checkpoint of a new application with '--leave-running' while nothing is at stake.",
 )

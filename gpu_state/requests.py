@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_state.group_terms import GroupTerms
 from gpu_state.leases import checked_container
 from vgpu_errors import AgentRefused
 
@@ -108,6 +109,11 @@ class Args:
         if isinstance(value, dict) and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids):
             return value
         raise self._refused("'device_map' must map uuid strings to uuid strings")
+
+    def group(self) -> GroupTerms | None:
+        """Those with whom this is to be done at one cut; None for a container on its own."""
+        value = self._doc.get("group")
+        return None if value is None else GroupTerms.from_json(value, self._verb)
 
     def _refused(self, what: str) -> AgentRefused:
         return AgentRefused(verb=self._verb, what=what)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_state import node_facts
 from gpu_state.deadline import Deadline
 from gpu_state.freeze import Freeze, FreezeOrder, Frozen, Tools
+from gpu_state.group_meeting import Meetings
 from gpu_state.host_ties_found import find_host_ties
 from gpu_state.inventory import with_modes
 from gpu_state.lease_table import Caller, LeaseTable
@@ -27,6 +28,7 @@ from vgpu_errors import AgentRefused, DeviceContentLost, DriverMissing, GpuState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_state.group_company import Company
     from gpu_state.inventory import FoundProcess
     from gpu_state.phases import Phases
     from gpu_state.registration import Registration
@@ -59,6 +61,7 @@ class Service:
         self._registration = registration
         self._stop = stop
         self._table = LeaseTable()
+        self._meetings = Meetings()
         self._way_back = WayBack(tools, staged, self._table)
         self._suspension = Suspension(tools.journal, staged, self._table, self._way_back)
 
@@ -114,7 +117,9 @@ class Service:
             "suspended": lease is not None and lease.is_suspended,
         }
         if request.args.flag_or("blockers", default=False):
-            result["holdings"] = {str(pid): held for pid, held in self._staged.blockers(container, deadline).items()}
+            result["holdings"] = {
+                str(pid): held for pid, held in self._staged.blockers(container, cgroup, found, deadline).items()
+            }
         if request.args.flag_or("host_ties", default=False):
             result["host_ties"] = [tie.to_json() for tie in find_host_ties(cgroup, deadline)]
         return result
@@ -124,16 +129,23 @@ class Service:
         args = request.args
         order = FreezeOrder(args.container(), _cgroup_of(request), caller.process, args.text_or_none("unfreeze_cgroup"))
         image_path = args.text_or_none("image_path")
-        with self._table.alone(order.container, "freeze", wait_s=_BUSY_S):
+        with (
+            self._meetings.joined(order.container, args.group()) as company,
+            self._table.alone(order.container, "freeze", wait_s=_BUSY_S),
+        ):
             self._table.refuse_if_leased(order.container, "freeze")
             leaves_running = args.flag_or("leave_running", default=False)
             if image_path is not None:
                 staged = self._staged.freeze_to(
-                    order.container, image_path, leaves_running=leaves_running, parents=args.folders("parents")
+                    order.container,
+                    image_path,
+                    leaves_running=leaves_running,
+                    parents=args.folders("parents"),
+                    company=company,
                 )
             else:
-                staged = self._staged.freeze_marked_only(order.container)
-            frozen = self._freeze(order, staged, request, caller, phases)
+                staged = self._staged.freeze_marked_only(order.container, company)
+            frozen = self._freeze(order, staged, company, request, caller, phases)
             self._table.put(frozen.lease, caller)
             if not staged.is_empty:
                 self._table.serve(order.container, caller)
@@ -147,12 +159,20 @@ class Service:
         }
 
     def _freeze(
-        self, order: FreezeOrder, staged: StagedFreeze, request: Request, caller: Caller, phases: Phases
+        self,
+        order: FreezeOrder,
+        staged: StagedFreeze,
+        company: Company,
+        request: Request,
+        caller: Caller,
+        phases: Phases,
     ) -> Frozen:
         copy_s = request.args.seconds_or("copy_deadline_s", request.args.deadline_s())
-        copying = Deadline(copy_s, why_cancelled=caller.why_cancelled)
+        company.gather(self._deadline(request, caller), phases)
+        copying = company.until(Deadline(copy_s, why_cancelled=caller.why_cancelled))
+        deadline = company.until(self._deadline(request, caller))
         try:
-            return Freeze(order, self._tools, staged=staged).run(self._deadline(request, caller), phases, copying)
+            return Freeze(order, self._tools, staged=staged, company=company).run(deadline, phases, copying)
         except Exception:
             self._way_back.go_on_undoing(order.container)
             raise
@@ -184,14 +204,18 @@ class Service:
         """Take a container's GPU memory away until `resume`: the processes stay, frozen."""
         args = request.args
         order = FreezeOrder(args.container(), _cgroup_of(request), caller.process)
-        with self._table.alone(order.container, "suspend"):
+        with (
+            self._meetings.joined(order.container, args.group()) as company,
+            self._table.alone(order.container, "suspend"),
+        ):
             self._table.refuse_if_leased(order.container, "suspend")
             staged, frozen, store = self._suspension.suspend(
                 order.container,
                 args.text_or_none("to"),
-                lambda staged: self._freeze(order, staged, request, caller, phases),
-                self._deadline(request, caller),
+                lambda staged: self._freeze(order, staged, company, request, caller, phases),
+                company.until(self._deadline(request, caller)),
                 phases,
+                company,
             )
         return {
             "processes": [process.to_json() for process in frozen.processes],

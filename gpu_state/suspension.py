@@ -2,7 +2,7 @@
 
 Order of a suspend, and what a crash of the agent after each step leaves:
 1. freeze   a frozen container, which the next agent thaws
-2. drain    the same; the content is in the store as well
+2. drain    the same; the content is in the store as well, and so is that of its whole group (group_meeting.py)
 3. journal  `suspended`: from here on the next agent leaves the container as it is, until `resume`
 4. let go   the same, and the device memory is free
 What fails before 3 brings the container back. Used by service.py, which has the container to itself meanwhile.
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpu_state.deadline import Deadline
+from gpu_state.group_company import NOBODY, Company
 from gpu_state.staged_lease import StagedPart
 from gpu_state.way_back import ABANDON_S
 from vgpu_errors import AgentRefused
@@ -49,15 +50,19 @@ class Suspension:
         freeze: Callable[[StagedFreeze], Frozen],
         deadline: Deadline,
         phases: Phases,
+        company: Company = NOBODY,
     ) -> tuple[StagedFreeze, Frozen, str | None]:
         """Freeze, and keep it so with the content in memory or in the folder `target`; also says where it lies."""
-        staged = self._staged.suspend_to(container, target)
+        staged = self._staged.suspend_to(container, target, company)
         try:
             frozen = freeze(staged)
         except Exception:
             self._staged.forget_store(container, StagedPart((), staged.store, is_suspend=True))
             raise
         try:
+            with company.telling():
+                staged.drain(deadline, phases)
+                company.stored(deadline, phases)
             lease = self._put_away(frozen.lease, staged, deadline, phases)
         except Exception:
             self._staged.keep(container, staged)
@@ -96,8 +101,7 @@ class Suspension:
                         self._staged.forget_store(lease.container, lease.staged)
 
     def _put_away(self, lease: Lease, staged: StagedFreeze, deadline: Deadline, phases: Phases) -> Lease:
-        """Everything into the store, then the device memory goes. The journal says `suspended` only from here on."""
-        staged.drain(deadline, phases)
+        """Everything is in the store: the device memory goes. The journal says `suspended` only from here on."""
         part = lease.staged or StagedPart((), staged.store)
         lease = replace(lease, staged=replace(part, is_complete=True, is_suspend=True, is_suspended=True))
         self._journal.write(lease)

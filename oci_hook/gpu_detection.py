@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 INJECT_ANNOTATION = "vgpu.snapshot/inject"
 MODE_ANNOTATION = "vgpu.snapshot/mode"
+GROUP_ANNOTATION = "vgpu.snapshot/group"
 CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 NO_DEVICES = ("", "void", "none")
 

@@ -13,12 +13,14 @@ INJECT_FORMS = ("auto", "always", "never")
 MODE_FORMS = ("driver", "staged")
 STORE_FORMS = ("off", "on")
 ARCHIVE_FORMS = ("embedded", "reference")
+GROUP_FORMS = ("together", "alone")
 _FORMS = {
     "progress": PROGRESS_FORMS,
     "inject": INJECT_FORMS,
     "mode": MODE_FORMS,
     "store": STORE_FORMS,
     "archive": ARCHIVE_FORMS,
+    "group": GROUP_FORMS,
 }
 
 
@@ -31,6 +33,7 @@ class Settings:
         "deadline_freeze_s",
         "deadline_restore_s",
         "driver_dir",
+        "group",
         "inject",
         "library_dir",
         "log",
@@ -55,6 +58,7 @@ class Settings:
         self.staging_reserve = 0  # bytes
         self.store = "off"  # checkpoints hold secrets and take room: nobody keeps them who has not asked for it
         self.archive = "embedded"
+        self.group = "together"
         self.store_dir = "/var/lib/vgpu/store"
         self.driver_dir: str | None = None
         self.log: str | None = None

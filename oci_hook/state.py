@@ -12,6 +12,7 @@ import time
 
 from oci_hook.control_directory import is_safe_id
 from oci_hook.edits import BUILD_ID_ANNOTATION, LIBC_ANNOTATION
+from oci_hook.gpu_detection import GROUP_ANNOTATION
 from oci_hook.injection import parse_object, to_bytes
 
 TYPE_CHECKING = False
@@ -43,6 +44,7 @@ def new_state(
         "root": root,
         "runtime": runtime,
         "engine": engine_of(bundle, root, annotations),
+        "group": _text(annotations.get(GROUP_ANNOTATION)),  # whoever uses it looks whether it is a name
         "created": int(time.time()),
         "preload_build_id": build_id,
         "preload_libc": libc,

@@ -9,6 +9,7 @@ The steps, and what a crash after each leaves behind (the lease is the agent's, 
 2. lift_pause   the engine's own pause lifted                              the container running
 3. make_room    processes and space looked at, old seal removed            the same, no image
 4. freeze_gpu   lease taken, GPU processes locked and checkpointed         the agent thaws them
+                (those of a whole group at one cut, group_side.py)
 5. hold         cgroup frozen, so that nothing runs between 6 and 8        the agent unfreezes, then thaws
 6. dump         low-level runtime's checkpoint, always leaving it running  the same; images without a signature
 7. seal         index, record, manifest, signature                        the same; a whole image
@@ -40,6 +41,7 @@ from image_format.sealing import remove_old_seal, seal
 from image_format.trust.keys import load_signing_key
 from oci_hook.control_directory import forget_container
 from runtime_shim import debug_log, freezer, host_side, seen, state_file, store_side
+from runtime_shim.group_side import group_args
 from runtime_shim.parent_side import ParentCheckpoint, leased_parent
 from runtime_shim.phase_log import PhaseLog
 from runtime_shim.progress import Progress
@@ -125,6 +127,7 @@ class _Checkpoint:
         self.processes: tuple[GpuProcess, ...] = ()
         self.generation = 0
         self.parent: ParentCheckpoint | None = None
+        self.group: dict[str, Any] = {}
         self.lease = ""
         self.staged = StagedSide(target, settings, self.image_path, leaves_running=self.leaves_running)
 
@@ -153,6 +156,7 @@ class _Checkpoint:
     def prepare(self) -> SigningKey:
         """Everything that can be refused is refused here, while nothing has been touched."""
         store_side.refuse_reference_without_store(self.settings)
+        self.group = group_args(self.settings, self.target)
         key = load_signing_key()
         self.facts = NodeFacts.from_json(self.agent.request("facts", deadline_s=look_s(self.settings)))
         return key
@@ -202,8 +206,11 @@ class _Checkpoint:
             "deadline_s": self.settings.deadline_freeze_s,
             "unfreeze_cgroup": freezer.folder_of(self.target.cgroup),
             **self.staged.freeze_args(self.parent),
+            **self.group,
         }
         deadline_s = self.settings.deadline_freeze_s + self.staged.copy_s + ANSWER_S
+        if self.group:  # as long again until the others of its group have come
+            deadline_s += self.settings.deadline_freeze_s
         with self.progress.phase("freeze GPU processes"):
             result = self.agent.request("freeze", args, deadline_s=deadline_s, on_event=self.progress.event)
         self.lease = str(result["lease"])

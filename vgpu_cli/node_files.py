@@ -44,6 +44,9 @@ RUNTIME_CONF_TEXT = """\
 # The annotation vgpu.snapshot/mode=driver or =staged on a container wins over this.
 #mode = driver
 
+# Checkpoint a container with the annotation vgpu.snapshot/group only together with its group (together), or by itself (alone).
+#group = together
+
 # Host memory that the agent keeps pinned for the next suspend, checkpoint or restore in staged mode, such as 40G.
 #staging_reserve = 0
 

@@ -98,6 +98,13 @@ class NoSuchContainer(UserError):
     remedy = "'vgpu ps' lists the GPU containers of this node."
 
 
+class NoGroup(UserError):
+    """No container that runs here belongs to a group {group}."""
+
+    exit_code = 19
+    remedy = "Create the containers with '--annotation vgpu.snapshot/group=NAME'; 'vgpu ps' shows the group of each."
+
+
 class NoSuchImage(UserError):
     """{path} holds no checkpoint: {what}"""
 
@@ -290,6 +297,23 @@ class HostTieBlocks(NodeError):
 
     exit_code = 44
     remedy = "'vgpu doctor CONTAINER' lists everything of this kind with its remedy."
+
+
+class GroupIncomplete(NodeError):
+    """The {verb} of group {group} waited {seconds} s for {missing} in vain: all containers of a group come to rest together."""
+
+    exit_code = 45
+    remedy = (
+        "Start all their checkpoints at the same time, 'podman container checkpoint A & podman container checkpoint B & wait', "
+        "or set 'group = alone' in /etc/vgpu/runtime.conf. Where one of them has failed by itself, its own error says why."
+    )
+
+
+class GroupMemberFailed(NodeError):
+    """The {verb} of container {container} was given up with its group {group}, because that of container {member} failed: {what}"""
+
+    exit_code = 46
+    remedy = "The container goes on as before. See to the one that failed, then ask for all of the group again."
 
 
 class StoreBusy(NodeError):

@@ -221,12 +221,11 @@ class Lane:
         return max(0, free_bytes - min(margin, total_bytes // 16))
 
     def _make_scratches(self) -> list[Scratch]:
-        room = self.room()
-        chunks = min(SCRATCH_CHUNKS, room // SCRATCH_COUNT // CHUNK_BYTES)
-        if chunks < 1:
-            raise NotEnoughDeviceMemory(
-                device=self.context.uuid, free_bytes=room, pid=os.getpid(), needed_bytes=SCRATCH_COUNT * CHUNK_BYTES
-            )
+        room, least = self.room(), SCRATCH_COUNT * CHUNK_BYTES
+        if room < least:
+            raise NotEnoughDeviceMemory(device=self.context.uuid, free_bytes=room, pid=os.getpid(), needed_bytes=least)
+        # Half of what there is: containers that are frozen together may be on one GPU, each with a worker of its own.
+        chunks = min(SCRATCH_CHUNKS, max(room // 2, least) // least)
         return [Scratch(int(call("cuMemAlloc", chunks * CHUNK_BYTES)), chunks, []) for _ in range(SCRATCH_COUNT)]
 
 

@@ -31,6 +31,7 @@ REACHED = {
     ],
     "record with shared memory": [
         "image_format.gpu_objects:ImportEntry.from_json", "image_format.gpu_objects:Sharing.from_json",
+        "image_format.gpu_objects:DescriptorEntry.from_json", "image_format.gpu_objects:read_descriptors",
         "image_format.gpu_objects:read_object_name", "image_format.communicators:read_communicators",
         "image_format.communicators:read_nvshmem", "image_format.communicators:Communicator.from_json",
         "image_format.communicators:CallCount.from_json", "image_format.communicators:Split.from_json",
@@ -77,6 +78,8 @@ REACHED = {
         "gpu_state.preload_objects:Share.from_json", "gpu_state.preload_objects:Import.from_json",
         "gpu_state.preload_objects:Sharing.from_json",
     ],
+    "placeholder": ["gpu_state.open_descriptors:read_token"],
+    "state of a gate": ["gpu_state.preload_link:GateState.from_json"],
     "preload communicators": [
         "gpu_state.communicators:Communicators.from_json", "gpu_state.communicators:Communicator.from_json",
         "gpu_state.communicators:NvshmemPe.from_json", "gpu_state.communicators:NvshmemTeam.from_json",
@@ -84,6 +87,7 @@ REACHED = {
     "state files": ["gpu_state.known_containers:KnownContainer.from_json"],
     "journal": [
         "gpu_state.leases:Lease.from_json", "gpu_state.staged_lease:StagedPart.from_json", "gpu_state.staged_lease:StagedProcess.from_json",
+        "gpu_state.shared_objects:ImportedObject.from_json", "gpu_state.staged_lease:ParkedDescriptor.from_json",
     ],
     "node facts": [
         "gpu_state.node_facts:NodeFacts.from_json", "gpu_state.node_facts:DeviceFacts.from_json", "gpu_state.node_facts:RuntimeFacts.from_json",

@@ -15,7 +15,9 @@ from gpu_state import (
 )
 from gpu_state.communicators import Communicators
 from gpu_state.nvml_links import Link
+from gpu_state.open_descriptors import read_token
 from gpu_state.preload_frames import FrameError, FrameReader, Hello
+from gpu_state.preload_link import GateState
 from gpu_state.preload_objects import Holdings, shares_from_json
 from gpu_state.processes import GpuProcess
 from image_format.record import Record, Requirement
@@ -56,6 +58,7 @@ SHARES = {
         {"role": "importer", **IMPORT},
     ]
 }
+GATE = {"passed": 3, "waiting": 1, "inside": 0, "capturing": False, "idle": True}
 RANK = {
     "library": "nccl", "version": "2.28.3", "id": "0f" * 16, "rank": 1, "size": 2, "device": 0,
     "sequence": {"collectives": 7, "pointToPoint": 2},
@@ -73,11 +76,13 @@ HOLDINGS = {
     "driver_held": [{"kind": "small", "count": 3, "bytes": 4096}],
     "blockers": [{"kind": "ipc", "va": "0x7f0000000000", "bytes": 1, "what": "an import"}],
 }
+IMPORTED = OBJECT | {"id": 9, "of": "8/1", "kind": "opened"}
+PARKED = {"number": 9, "of": "8/1", "closeOnExec": True, "token": "0" * 16}
 LEASE = {
     "lease": "a" * 32, "container": "0f3c", "cgroup": "/c", "owner": {"pid": 1, "start_time": 2},
     "processes": [{"pid": 7, "start_time": 3, "comm": "train"}], "unfreeze_cgroup": None, "device_map": {UUID: UUID},
     "staged": {
-        "processes": [{"pid": 7, "start_time": 3, "comm": "train", "ns_pid": 7, "objects": [OBJECT]}],
+        "processes": [{"pid": 7, "start_time": 3, "comm": "train", "ns_pid": 7, "objects": [OBJECT], "imports": [IMPORTED], "descriptors": [PARKED]}],
         "store": "/run/x", "is_complete": False, "is_suspend": False, "is_suspended": True,
     },
 }  # fmt: skip
@@ -93,7 +98,7 @@ FACTS = node_facts.NodeFacts(
 PROCESS = GpuProcess(7, 7, "train", "running", devices=(UUID,), gpu_bytes=1).to_json()
 REQUEST = {"id": 1, "verb": "freeze", "args": {
     "container": "0f3c", "cgroup": "/c", "deadline_s": 5, "device_map": {UUID: UUID}, "image_path": "/i", "keep": True,
-    "folders": ["/a"],
+    "folders": ["/a"], "group": {"name": "train", "members": ["0f3c", "77aa"]},
 }}  # fmt: skip
 
 
@@ -104,7 +109,7 @@ def asked(line):
     takes = [
         args.container, args.deadline_s, args.device_map, lambda: args.text("cgroup"), lambda: args.text_or_none("image_path"),
         lambda: args.flag("keep"), lambda: args.flag_or("keep", default=False), lambda: args.folders("folders"),
-        lambda: args.seconds_or("deadline_s", 1.0),
+        lambda: args.seconds_or("deadline_s", 1.0), args.group,
     ]  # fmt: skip
     problems = [problem for take in takes if (problem := taken(take)) is not None]
     if problems:
@@ -180,6 +185,8 @@ AGENT = {
     "preload hello": Target(Hello.from_json, HELLO, "object", FrameError),
     "preload holdings": Target(Holdings.from_json, HOLDINGS, "object", FrameError),
     "preload shares": Target(shares_from_json, SHARES, "object", FrameError),
+    "placeholder": Target(read_token, b"VGPUHELD" + bytes(range(8))),
+    "state of a gate": Target(GateState.from_json, GATE, "object"),
     "preload communicators": Target(Communicators.from_json, COMMUNICATORS, "object", FrameError),
     "state files": Target(containers_in, as_bytes(STATE), "json bytes"),
     "journal": Target(leases_in, as_bytes(LEASE), "json bytes"),

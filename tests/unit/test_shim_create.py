@@ -106,11 +106,21 @@ def test_the_state_file_says_what_is_known(install):
         "root": "/r",
         "runtime": install.low_level.path,
         "engine": "podman",
+        "group": None,
         "preload_build_id": "ab12",
         "preload_libc": "glibc",
         "last_checkpoint": None,
         "leave_running": None,
     }
+
+
+def test_the_state_file_has_the_group_of_the_annotation(install):
+    bundle = install.bundle()
+    config = json.loads((bundle / "config.json").read_text())
+    config.setdefault("annotations", {})["vgpu.snapshot/group"] = "train"
+    (bundle / "config.json").write_text(json.dumps(config))
+    install.call("create", "--bundle", bundle, "c1")
+    assert install.state()["group"] == "train"
 
 
 def test_without_a_pid_file_the_low_level_runtime_is_asked(install):

@@ -79,10 +79,9 @@ class StagedCounter:
         return self.step() == before
 
 
-@contextlib.contextmanager
-def running_stage(memory_mib):
-    """A node with an agent and one container in staged mode."""
-    stage = Stage(memory_mib=memory_mib)
+@pytest.fixture
+def stage():
+    stage = Stage(memory_mib=256)
     stage.python = sys.executable
     try:
         stage.start_agent()
@@ -98,12 +97,6 @@ def running_stage(memory_mib):
         stage.close()
         for path in pools(stage):
             path.unlink()
-
-
-@pytest.fixture
-def stage():
-    with running_stage(memory_mib=256) as stage:
-        yield stage
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ DESCRIPTION = (
 )
 EXAMPLES = (("vgpu ps", "list them"), ("vgpu --json ps", "the same for programs"))
 
-COLUMNS = ["container", "name", "engine", "processes", "devices", "gpu memory", "mode", "last checkpoint"]
+COLUMNS = ["container", "name", "engine", "processes", "devices", "gpu memory", "mode", "group", "last checkpoint"]
 _AGENT_S = 30.0
 
 
@@ -107,6 +107,7 @@ def _entry(
         "gpu_bytes": sum(known_bytes) if known_bytes else None,
         "mode": "+".join(sorted({process["mode"] for process in processes})) or None,
         "suspended": is_suspended,
+        "group": container.group,
         "last_checkpoint": container.last_checkpoint,
     }
 
@@ -123,6 +124,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         ", ".join(entry["devices"]),
         "" if size_bytes is None else f"{size_bytes / (1 << 30):.2f} GiB",
         entry["mode"] or "",
+        entry["group"] or "",
         checkpoint_text(entry["last_checkpoint"], time.time()),
     ]
 
