@@ -111,7 +111,7 @@ class Agent:
         passed = _passed_listener()
         listener = passed or _listen(self._socket_path)
         self._registration.start()
-        recovery = threading.Thread(target=self._service.recover, name="recovery")
+        recovery = threading.Thread(target=self._service.take_over(), name="recovery")
         recovery.start()
         if self._reserve is not None:
             self._reserve.start()

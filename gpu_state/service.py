@@ -314,9 +314,10 @@ class Service:
         """Forget suspended containers that have ended."""
         self._suspension.sweep()
 
-    def recover(self) -> None:
-        """Take over what an agent left that was killed."""
-        self._way_back.recover()
+    def take_over(self) -> Callable[[], None]:
+        """Put the leases in force that an agent left that was killed; what then is to be done about them takes its time."""
+        leases = self._way_back.take_over()
+        return lambda: self._way_back.recover(leases)
 
     def abandon_all(self) -> None:
         """Thaw everything; the agent must go."""

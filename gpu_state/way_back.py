@@ -19,6 +19,8 @@ from gpu_state.thaw import Thaw
 from vgpu_errors import DeviceContentLost, GpuStateLost
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gpu_state.freeze import Tools
     from gpu_state.lease_table import LeaseTable
     from gpu_state.leases import Lease
@@ -101,10 +103,16 @@ class WayBack:
                 self._table.put(lease, None)
                 threading.Thread(target=self._keep_trying, args=(lease,), daemon=True).start()
 
-    def recover(self) -> None:
-        """Take over what an agent left that was killed: thaw, or wait for an owner that is still there."""
-        for lease in list(self._tools.journal.entries()):
+    def take_over(self) -> list[Lease]:
+        """The leases that an agent left that was killed, in force again: a client may ask for its own at once."""
+        leases = list(self._tools.journal.entries())
+        for lease in leases:
             self._table.put(lease, None)
+        return leases
+
+    def recover(self, leases: Iterable[Lease]) -> None:
+        """Do what is to be done about leases that were taken over: thaw, or wait for an owner that is still there."""
+        for lease in leases:
             if lease.is_suspended:
                 self._staged.settle(lease.container)
                 continue

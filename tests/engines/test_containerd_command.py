@@ -112,6 +112,7 @@ def test_one_file_brings_it_to_a_node_without_its_image(counter, pair_of_nodes, 
         CtrContainer(second, "third").goes_on(step)
 
 
+@pytest.mark.first_row
 def test_the_image_that_came_along_is_held_like_one_that_was_pulled(counter, pair_of_nodes):
     first, second = pair_of_nodes
     checkpoint(counter, "--export", FILE)
@@ -123,6 +124,7 @@ def test_the_image_that_came_along_is_held_like_one_that_was_pulled(counter, pai
     assert "complete" in second.run(["ctr", "image", "check", f"name=={IMAGE}"]).stdout
 
 
+@pytest.mark.first_row
 def test_a_damaged_file_is_refused_by_digest_and_nothing_is_left(counter):
     node = counter.node
     checkpoint(counter, "--export", FILE)
@@ -152,6 +154,7 @@ def test_images_of_ctr_and_of_vgpu_restore_with_the_others_command(counter):
         CtrContainer(node, "third").goes_on(step)
 
 
+@pytest.mark.first_row
 def test_what_containerd_leaves_in_tmp_is_removed_when_nobody_needs_it(counter):
     node = counter.node
     checkpoint(counter, REFERENCE)
@@ -204,6 +207,7 @@ def test_a_failure_after_the_end_starts_it_again(counter):
     nothing_is_left(node)
 
 
+@pytest.mark.first_row
 def test_a_killed_command_leaves_what_the_next_one_sweeps(counter):
     node, step = counter.node, counter.step()
     process = node.popen(
@@ -229,6 +233,7 @@ def test_a_killed_command_leaves_what_the_next_one_sweeps(counter):
         node.run(["ctr", "leases", "rm", lease])
 
 
+@pytest.mark.first_row
 def test_a_command_that_was_killed_after_the_end_loses_nothing(counter):
     """The only state of the ended container is the folder; nobody sweeps it, and the container comes back from it."""
     node, step = counter.node, counter.step()
@@ -251,6 +256,7 @@ def test_a_command_that_was_killed_after_the_end_loses_nothing(counter):
     nothing_is_left(node)
 
 
+@pytest.mark.first_row
 def test_a_container_that_its_user_paused_stays_paused(counter):
     step = counter.step()
     counter.task("pause")

@@ -13,7 +13,7 @@ import pytest
 
 import vgpu_errors
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(180), pytest.mark.first_row]
 
 PLAIN = pathlib.Path(__file__).parents[2] / "spec/vectors/1.0/good/plain"
 WORK = "/var/tmp/trust"

@@ -109,6 +109,7 @@ def assert_shared(record):
     assert len({held["uuid"] for rank in ranks for held in rank["objects"]}) == 2
 
 
+@pytest.mark.first_row
 def test_leave_running_and_import_on_the_second_node(nodes):
     first, second = nodes
     trust(second, first)
@@ -129,6 +130,7 @@ def test_leave_running_and_import_on_the_second_node(nodes):
         clean(first, second)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("mode", ["ring", "outlive"])
 def test_suspend_and_resume(node, mode):
     try:

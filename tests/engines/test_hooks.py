@@ -84,6 +84,7 @@ def test_a_gpu_container_gets_the_preload_before_it_is_created(hooked):
     assert [len(item["processes"]) for item in shown["containers"]] == [1]
 
 
+@pytest.mark.first_row
 def test_stop_cleans_up_and_a_new_start_injects_once(hooked):
     container = started(hooked)
     container.wait_for_step(1)
@@ -96,6 +97,7 @@ def test_stop_cleans_up_and_a_new_start_injects_once(hooked):
     assert [entry for entry in config["process"]["env"] if "LD_PRELOAD" in entry] == [f"LD_PRELOAD={LIBRARY}"]
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize(
     ("annotation", "device", "is_injected"),
     [
@@ -124,6 +126,7 @@ def test_without_the_runtime_criu_refuses_and_the_container_goes_on(hooked):
     container.goes_on(step)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize(
     "options", [(), ("--hooks-only",), ("--default-runtime",)], ids=lambda words: " ".join(words) or "plain"
 )

@@ -190,6 +190,7 @@ def running_agent(node):
     return outer_pid(node, "agent")
 
 
+@pytest.mark.first_row
 def test_the_shim_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
     slowed(node, "checkpoint")
@@ -201,6 +202,7 @@ def test_the_shim_is_killed_during_the_freeze(large):
     runs_on(large, step)
 
 
+@pytest.mark.first_row
 def test_the_agent_is_killed_during_the_freeze(large):
     node, step = large.host, large.step()
     slowed(node, "checkpoint")
@@ -216,6 +218,7 @@ def test_the_agent_is_killed_during_the_freeze(large):
     runs_on(large, step)
 
 
+@pytest.mark.first_row
 def test_a_stopped_process_is_refused_by_name(counter):
     """The driver could not lock it before it runs again."""
     node, step = counter.host, counter.step()
@@ -230,6 +233,7 @@ def test_a_stopped_process_is_refused_by_name(counter):
     runs_on(counter, step)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("options", [[], ["--leave-running"]], ids=["ends", "leaves-running"])
 @pytest.mark.parametrize("moment", ["before", "after"], ids=["frozen", "dumped"])
 def test_an_agent_that_is_killed_while_frozen_is_started_anew(counter, moment, options):
@@ -251,6 +255,7 @@ def test_an_agent_that_is_killed_while_frozen_is_started_anew(counter, moment, o
     return runs_on(restore(node, ARCHIVE), step)
 
 
+@pytest.mark.first_row
 def test_the_driver_worker_is_killed_while_frozen(counter):
     node, step = counter.host, counter.step()
     with (
@@ -299,6 +304,7 @@ def test_a_checkpoint_that_hangs_is_ended_by_its_deadline(counter):
     runs_on(counter, step)
 
 
+@pytest.mark.first_row
 def test_ctrl_c_undoes_the_checkpoint(counter):
     """A terminal signals podman and the shim alike."""
     node, step = counter.host, counter.step()
@@ -342,6 +348,7 @@ def test_a_restore_whose_runtime_is_killed_leaves_a_whole_archive(node, archive,
     restores(node, archive)
 
 
+@pytest.mark.first_row
 def test_an_agent_that_is_killed_before_the_thaw_is_started_anew(node, archive):
     with gated(node, "restore", "after") as gate, started(node, "restore", "--import", ARCHIVE) as podman:
         gate.wait()
@@ -352,6 +359,7 @@ def test_an_agent_that_is_killed_before_the_thaw_is_started_anew(node, archive):
     runs_on(GpuContainer(node), archive)
 
 
+@pytest.mark.first_row
 def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(large):
     node, step = large.host, large.step()
     large.export(ARCHIVE, "--compress", "none")
@@ -369,6 +377,7 @@ def test_an_agent_that_is_killed_during_the_thaw_ends_the_restore(large):
     restores(node, step)
 
 
+@pytest.mark.first_row
 def test_a_thaw_that_hangs_is_ended_by_the_deadline(node, archive):
     with (
         gated(node, "restore", "after") as gate,
@@ -383,6 +392,7 @@ def test_a_thaw_that_hangs_is_ended_by_the_deadline(node, archive):
     restores(node, archive)
 
 
+@pytest.mark.first_row
 def test_podman_is_killed_during_a_restore(node, archive):
     with gated(node, "restore", "before") as gate, started(node, "restore", "--import", ARCHIVE):
         gate.wait()

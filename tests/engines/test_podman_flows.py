@@ -51,6 +51,7 @@ def test_export_remove_import(counter):
     restore(counter.host, ARCHIVE).goes_on(step)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
 def test_archive_verifies_whatever_its_compression(counter, compression):
     counter.export(ARCHIVE, "--compress", compression)
@@ -209,6 +210,7 @@ def test_checkpoint_options_reach_criu(counter, option):
     restore(counter.host, ARCHIVE, option).goes_on(step)
 
 
+@pytest.mark.first_row
 def test_pre_checkpoint_is_refused_with_the_reason(counter):
     refused = counter.podman("checkpoint", "--pre-checkpoint", "--export", ARCHIVE, check=False)
     assert refused.returncode != 0
@@ -242,12 +244,14 @@ def test_musl_container(node):
         clean(node)
 
 
+@pytest.mark.first_row
 def test_preload_registers_the_process_with_the_agent(counter):
     counter.host.run(["vgpu", "doctor", "--json"], check=False)
     shown = json.loads(counter.host.run(["vgpu", "ps", "--json"]).stdout)
     assert [process["registered"] for item in shown["containers"] for process in item["processes"]] == [True]
 
 
+@pytest.mark.first_row
 def test_the_users_own_preload_is_kept(node):
     own = "/lib/x86_64-linux-gnu/libgcc_s.so.1"
     try:
@@ -264,6 +268,7 @@ def test_the_users_own_preload_is_kept(node):
         clean(node)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize(
     ("options", "program"),
     [
@@ -285,6 +290,7 @@ def test_a_program_without_the_preload_is_checkpointed_by_the_driver_alone(node,
         clean(node)
 
 
+@pytest.mark.first_row
 def test_an_image_without_a_loader_gets_no_preload_and_is_checkpointed(node):
     """Its program is static, so nothing can be preloaded; a child of it that uses the GPU is frozen by the driver."""
     try:
@@ -345,6 +351,7 @@ def test_two_restores_from_one_archive_at_once(counter):
     assert digest(node, ARCHIVE) == sealed
 
 
+@pytest.mark.first_row
 def test_a_second_checkpoint_leaves_nothing_of_the_first_in_the_archive(counter):
     """podman uses one image path again after leave-running, and exports whatever lies there."""
     counter.podman("checkpoint", "--leave-running")
@@ -358,6 +365,7 @@ def test_a_second_checkpoint_leaves_nothing_of_the_first_in_the_archive(counter)
     assert json.loads(counter.host.run(["vgpu", "verify", ARCHIVE, "--json"]).stdout)["trusted"] is True
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("options", [["--ignore-rootfs"], ["--ignore-volumes"], ["--print-stats"]], ids=" ".join)
 def test_podman_export_options(node, options):
     """With --ignore-rootfs the steps lie in a volume, for podman leaves the container's own files behind."""

@@ -66,7 +66,7 @@ REACHED = {
     "transport manifest": ["image_format.transport.manifest:TransportManifest.from_bytes"],
     "small files of a transport image": ["image_format.archives.small_files:read_small_files"],
     "note of a reference": ["image_format.store.references:Reference.read"],
-    "agent request": ["gpu_state.requests:Request.from_line"],
+    "agent request": ["gpu_state.requests:Request.from_line", "gpu_state.group_terms:GroupTerms.from_json"],
     "error of the agent": ["vgpu_errors.__init__:from_json"],
     "preload hello": ["gpu_state.preload_frames:Hello.from_json"],
     "preload holdings": [
