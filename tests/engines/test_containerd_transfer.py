@@ -88,6 +88,7 @@ def test_registry_carries_it_to_the_second_node(counter, two_nodes):
     checkpoint_again(restored)
 
 
+@pytest.mark.first_row
 def test_restore_pulls_what_containerd_does_not_have(counter, two_nodes):
     """One command on the second node, which has neither the checkpoint nor the container's image."""
     first, second, reference = two_nodes
@@ -112,6 +113,7 @@ def fetch(node):
     return ["image", "pull"] if node.row == "testing" else ["content", "fetch"]
 
 
+@pytest.mark.first_row
 def test_a_node_that_does_not_trust_the_maker_refuses(counter, two_nodes):
     first, second, reference = two_nodes
     freeze(counter, reference)

@@ -91,6 +91,7 @@ def test_leave_running_goes_on_and_the_archive_restores_on_the_second_node(nodes
         clean(first, second)
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("target", ["memory", "folder"])
 def test_suspend_and_resume(counter, target):
     host = counter.host
@@ -110,6 +111,7 @@ def test_suspend_and_resume(counter, target):
     assert shown(host)["mode"] == "staged"
 
 
+@pytest.mark.first_row
 def test_a_suspended_container_can_be_removed(counter):
     vgpu(counter.host, "suspend")
     counter.remove()
@@ -144,6 +146,7 @@ def test_mixed_container(node):
         clean(node)
 
 
+@pytest.mark.first_row
 def test_a_tampered_pack_is_refused_by_the_gpu_proof(counter):
     """Size and signature are right, so only the hash on the GPU can tell; the container is not left half restored."""
     host = counter.host
@@ -178,6 +181,7 @@ sys.exit(checkpoint.wait())
 """
 
 
+@pytest.mark.first_row
 @pytest.mark.parametrize("victim", ["/usr/bin/vgpu-agent", "gpu_state.staging.worker", "/usr/bin/vgpu-runtime"])
 def test_a_kill_in_the_middle_leaves_the_container_running(node, victim):
     """Agent, staging worker or shim are killed while the copy or the stop is under way; the next checkpoint works."""
@@ -224,6 +228,7 @@ def test_several_processes(node):
         clean(node)
 
 
+@pytest.mark.first_row
 def test_doctor_names_what_blocks(counter):
     shown_by_doctor = json.loads(vgpu(counter.host, "doctor", "--json", check=False).stdout)
     texts = [check["what"] for check in shown_by_doctor["checks"]]
