@@ -4,7 +4,6 @@ The program (tests/software_gpu/programs/ring.c) waits on the device for other r
 goes on" means that content, sharing, addresses and graphs are as they were in every process. No result of it is a GPU result.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -18,8 +17,8 @@ import pytest
 
 from gpu_state.processes import open_files
 from image_format.vram import read_fragment
-from tests.native.test_staged_system import System, drain, release
-from tests.unit.agent_stage import CONTAINER, Group, cgroup2_mount, wait_until
+from tests.native.test_staged_system import System, drain, give_up_journal, kill_the_agent_in_a_suspend, release
+from tests.unit.agent_stage import Group, cgroup2_mount, wait_until
 from tests.unit.test_staged_flows import pools
 from vgpu_errors import (
     DeadlineExceeded,
@@ -417,28 +416,10 @@ def test_an_agent_killed_while_the_group_comes_to_rest(system):
     wait_until(lambda: set(group.pids) <= system.registered(), "the registration")
 
 
-def give_up_journal(system):
-    """The entry names this process as the owner of what is not suspended yet; it lives, so it gives it up."""
-    for name in system.journal():
-        entry = json.loads((system.run_dir / "journal" / name).read_text())
-        if entry["staged"] and entry["staged"]["is_suspended"]:
-            system.ask("resume")
-        else:
-            with system.connect() as owner:
-                owner.request("release", {"lease": entry["lease"], "keep": False}, deadline_s=30)
-
-
 def test_an_agent_killed_at_any_moment_of_a_suspend(system):
     group = started(system, "ring", "mixed", 3)
     for moment_s in (0.25, 0.4):
-        client = system.connect()
-        args = {"container": CONTAINER, "cgroup": system.cgroup, "deadline_s": 20}
-        client._send({"id": 1, "verb": "suspend", "args": args}, time.monotonic() + 5, "suspend", 5)
-        time.sleep(moment_s)
-        system.agent.kill()
-        system.agent.wait(5)
-        client.close()
-        system.start_agent()
+        kill_the_agent_in_a_suspend(system, moment_s)
         give_up_journal(system)
         group.goes_on()
         wait_until(lambda: set(group.pids) <= system.registered(), "the registration")

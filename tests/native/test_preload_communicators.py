@@ -405,14 +405,7 @@ def test_another_preload_is_called_once_each_time_and_the_call_counted_once(orde
 
 def told_under_stress(stage, command, **environment):  # noqa: F811
     """The ids that the agent saw while threads made, used and ended communicators; the program must end well."""
-    stage.set_mode("staged")
-    process = subprocess.Popen(
-        command,
-        env={**stage.node.environment, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = stage.program(command, environment)
     try:
         peer = stage.agent.arrival(20)
         end, seen = time.monotonic() + 2, set()

@@ -905,14 +905,7 @@ def test_broken_lists_of_numbers_change_nothing_and_leak_nothing(names, stage): 
 
 def cycle_of_group(stage, command, environment, seconds):  # noqa: F811
     """Moves the memory of all three processes as often as it goes; how many times."""
-    stage.set_mode("staged")
-    process = subprocess.Popen(
-        command,
-        env={**stage.node.environment, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = stage.program(command, environment)
     try:
         peers = [stage.agent.arrival(20) for _ in range(3)]
         assert process.stdout.readline() == b"ready\n", process.stderr.read()

@@ -97,6 +97,17 @@ class Stage:
     def set_mode(self, mode):
         (self.run_folder / "mode").write_text(f"{mode}\n")
 
+    def program(self, command, environment):
+        """A program in staged mode, which the environment gives the preload; its standard streams are pipes."""
+        self.set_mode("staged")
+        return subprocess.Popen(
+            command,
+            env={**self.node.environment, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
     def child(self, source="", mode="staged", **environment):
         """A process that runs Python, and the agent's connection to it (none without the preload)."""
         self.set_mode(mode)
@@ -1422,14 +1433,7 @@ def sanitized_preload(sanitizer, run_folder):
 
 def cycle_under_stress(stage, command, environment, seconds):
     """Moves the memory of the stress program as often as it goes; how many times."""
-    stage.set_mode("staged")
-    process = subprocess.Popen(
-        command,
-        env={**stage.node.environment, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = stage.program(command, environment)
     try:
         peer = stage.agent.arrival(20)
         end, cycles = time.monotonic() + seconds, 0

@@ -233,26 +233,35 @@ def test_a_container_in_driver_mode_is_suspended_by_the_driver(system):
     assert list((system.run_dir / "suspended").iterdir()) == []
 
 
+def kill_the_agent_in_a_suspend(system, moment_s):
+    """Ask for a suspend, kill the agent so long after, and start another one."""
+    client = system.connect()
+    args = {"container": CONTAINER, "cgroup": system.cgroup, "deadline_s": 20}
+    client._send({"id": 1, "verb": "suspend", "args": args}, time.monotonic() + 5, "suspend", 5)
+    time.sleep(moment_s)
+    system.agent.kill()
+    system.agent.wait(5)
+    client.close()
+    system.start_agent()
+
+
+def give_up_journal(system):
+    """The entry names this process as the owner of what is not suspended yet; it lives, so it gives it up."""
+    for name in system.journal():
+        entry = json.loads((system.run_dir / "journal" / name).read_text())
+        if entry["staged"] and entry["staged"]["is_suspended"]:
+            system.ask("resume")
+        else:
+            with system.connect() as owner:
+                owner.request("release", {"lease": entry["lease"], "keep": False}, deadline_s=30)
+
+
 def test_an_agent_killed_in_the_middle_of_a_suspend(system):
     """Wherever the kill falls, the container either runs on or is suspended whole, and a resume brings it back."""
     counter = system.counter("counter", mib=64)
     for moment_s in (0.6, 1.2, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0):
-        client = system.connect()
-        args = {"container": CONTAINER, "cgroup": system.cgroup, "deadline_s": 20}
-        client._send({"id": 1, "verb": "suspend", "args": args}, time.monotonic() + 5, "suspend", 5)
-        time.sleep(moment_s)
-        system.agent.kill()
-        system.agent.wait(5)
-        client.close()
-        system.start_agent()
-        # The journal entry names this process as the owner of what is not suspended yet; it lives, so it gives it up.
-        for name in system.journal():
-            entry = json.loads((system.run_dir / "journal" / name).read_text())
-            if entry["staged"] and entry["staged"]["is_suspended"]:
-                system.ask("resume")
-            else:
-                with system.connect() as owner:
-                    owner.request("release", {"lease": entry["lease"], "keep": False}, deadline_s=30)
+        kill_the_agent_in_a_suspend(system, moment_s)
+        give_up_journal(system)
         assert counter.is_counting()
         wait_until(lambda: counter.pid in system.registered(), "the registration")
     assert not pools(system)
